@@ -1,0 +1,78 @@
+package client
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+)
+
+// Job is a group of sandboxes with a lease that this client renews: when the client dies, the job ends within the lease.
+type Job struct {
+	Name   string
+	c      *Client
+	cancel context.CancelFunc
+	done   sync.WaitGroup
+}
+
+// OpenJob makes or joins a job. With lease > 0 (60 s at most) it is renewed in the background every third of it until Close;
+// onLeaseEnd is stop (default), pause or keep.
+func (c *Client) OpenJob(ctx context.Context, name string, lease time.Duration, onLeaseEnd string) (*Job, error) {
+	if _, err := call(ctx, c, c.JobService.Put, &dsecv1.PutJobRequest{Job: &dsecv1.Job{Name: name, LeaseMs: lease.Milliseconds(), OnLeaseEnd: onLeaseEnd}}); err != nil {
+		return nil, err
+	}
+	j := &Job{Name: name, c: c, cancel: func() {}}
+	if lease > 0 {
+		renew, cancel := context.WithCancel(context.Background())
+		j.cancel = cancel
+		j.done.Go(func() { j.renew(renew, lease/3) })
+	}
+	return j, nil
+}
+
+func (j *Job) renew(ctx context.Context, every time.Duration) {
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			// A failed renewal is tried again at the next tick: three fit into a lease.
+			bound, cancel := context.WithTimeout(ctx, every)
+			_, _ = call(bound, j.c, j.c.JobService.Renew, &dsecv1.RenewJobRequest{Name: j.Name})
+			cancel()
+		}
+	}
+}
+
+// Pause freezes all sandboxes of the job.
+func (j *Job) Pause(ctx context.Context) (*dsecv1.SelectorResult, error) {
+	return call(ctx, j.c, j.c.JobService.Pause, &dsecv1.PauseJobRequest{Name: j.Name})
+}
+
+// Resume wakes all sandboxes of the job.
+func (j *Job) Resume(ctx context.Context) (*dsecv1.SelectorResult, error) {
+	return call(ctx, j.c, j.c.JobService.Resume, &dsecv1.ResumeJobRequest{Name: j.Name})
+}
+
+// Stop ends all sandboxes of the job.
+func (j *Job) Stop(ctx context.Context) (*dsecv1.SelectorResult, error) {
+	return call(ctx, j.c, j.c.JobService.Stop, &dsecv1.StopJobRequest{Name: j.Name})
+}
+
+// Detach stops renewing and leaves the sandboxes to the lease.
+func (j *Job) Detach() {
+	j.cancel()
+	j.done.Wait()
+}
+
+// Close stops the job's sandboxes and the renewing.
+func (j *Job) Close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	defer cancel()
+	_, err := j.Stop(ctx)
+	j.Detach()
+	return err
+}
