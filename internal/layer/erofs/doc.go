@@ -1,0 +1,12 @@
+// Package erofs writes EROFS images (linux fs/erofs, on-disk format of kernel 5.15 and later): uncompressed, 4 KiB blocks,
+// one file.
+//
+// It hides the on-disk format. A caller spools the contents of files with [Writer.Add] as they come, in any order, builds a
+// tree of [Inode] that refers to them, and calls [Writer.Finish], which lays the folders and inodes behind the contents and
+// writes the superblock last: an image that was not finished is never a valid one.
+//
+// Invariants: the octets of an image follow from the sequence of Add calls and the tree alone (no clock, no random number, no
+// map order); nothing of a file's content is held but one buffer; equal contents are stored once; long runs of zeros are
+// holes. Contents lie together and block-aligned before all metadata, so that they can become a second file (the two-file form
+// with "device=") without another layout. A Writer is for one goroutine.
+package erofs

@@ -1,0 +1,119 @@
+// Package layertest mounts layer images for tests of this module: through the kernel, as sandboxes see them.
+package layertest
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// Mount mounts an EROFS image for the time of the test and returns the folder. It skips the test where that needs a
+// privilege that is missing.
+func Mount(t testing.TB, image string) string {
+	t.Helper()
+	needRoot(t)
+	dir := filepath.Join(t.TempDir(), "dsec-mnt")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	err := mountFile(image, dir)
+	if errors.Is(err, unix.ENOTBLK) || errors.Is(err, unix.ENODEV) {
+		// Before 6.12 a file is not a source; mount(8) makes the loop device.
+		out, lerr := exec.Command("mount", "-t", "erofs", "-o", "loop,ro", image, dir).CombinedOutput()
+		if lerr != nil {
+			t.Skipf("skip: no EROFS here: %v, loop: %s", err, out)
+		}
+	} else if err != nil {
+		t.Fatalf("mount %s: %v", image, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmount %s: %v", dir, err)
+		}
+	})
+	return dir
+}
+
+func mountFile(image, dir string) error {
+	fs, err := unix.Fsopen("erofs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fs)
+	if err := unix.FsconfigSetString(fs, "source", image); err != nil {
+		return err
+	}
+	if err := unix.FsconfigCreate(fs); err != nil {
+		return err
+	}
+	mnt, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(mnt)
+	return unix.MoveMount(mnt, "", unix.AT_FDCWD, dir, unix.MOVE_MOUNT_F_EMPTY_PATH)
+}
+
+// Overlay mounts an overlay of the lowers, the lowest first, with a fresh upper for the time of the test. It returns the
+// merged folder and the upper.
+func Overlay(t testing.TB, lowers ...string) (merged, upper string) {
+	t.Helper()
+	needRoot(t)
+	base := scratch(t)
+	merged, upper = filepath.Join(base, "merged"), filepath.Join(base, "upper")
+	work := filepath.Join(base, "work")
+	for _, d := range []string{merged, upper, work} {
+		if err := os.Mkdir(d, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	highest := make([]string, 0, len(lowers))
+	for i := len(lowers) - 1; i >= 0; i-- {
+		highest = append(highest, lowers[i])
+	}
+	options := "lowerdir=" + strings.Join(highest, ":") + ",upperdir=" + upper + ",workdir=" + work + ",redirect_dir=on"
+	if err := unix.Mount("overlay", merged, "overlay", 0, options); err != nil {
+		t.Fatalf("mount overlay (%s): %v", options, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(merged, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmount %s: %v", merged, err)
+		}
+	})
+	return merged, upper
+}
+
+// scratch is a folder that may hold an upper: not on an overlay.
+func scratch(t testing.TB) string {
+	dir := t.TempDir()
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err == nil && st.Type == unix.OVERLAYFS_SUPER_MAGIC {
+		t.Skip("skip: the temporary folder is on an overlay, which can't hold an upper")
+	}
+	return dir
+}
+
+// Fsck runs fsck.erofs on the image when it is installed, and checks the contents it extracts as well.
+func Fsck(t testing.TB, image string) {
+	t.Helper()
+	tool, err := exec.LookPath("fsck.erofs")
+	if err != nil {
+		t.Log("fsck.erofs is not installed; the kernel's mount alone is checked")
+		return
+	}
+	if out, err := exec.Command(tool, "--extract", image).CombinedOutput(); err != nil {
+		t.Errorf("fsck.erofs %s: %v\n%s", image, err, out)
+	}
+}
+
+func needRoot(t testing.TB) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("skip: needs root to mount")
+	}
+}
