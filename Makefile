@@ -1,0 +1,48 @@
+# make build | test | demo | bench B=create|exec|idle | torture | generate
+SHELL := /bin/bash
+GO ?= go
+VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+GUEST := internal/guest/binary/files/dsec-guest
+
+.PHONY: build guest test test-fast torture demo bench deps generate lint clean
+build: bin/dsec
+
+guest: $(GUEST)
+$(GUEST): $(shell find cmd/dsec-guest internal/guest internal/sandbox -name '*.go' -not -name '*_test.go' 2>/dev/null) go.mod
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ ./cmd/dsec-guest
+
+.PHONY: bin/dsec
+bin/dsec: $(GUEST)
+	@mkdir -p bin
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $@ ./cmd/dsec
+
+# What the tests and the demo need beside Go: Debian's packages, installed only where they are missing.
+deps:
+	@scripts/deps.sh
+
+test: deps build
+	scripts/test.sh
+
+# Without root and without the slow parts.
+test-fast:
+	$(GO) test -short ./...
+
+torture: deps build
+	DSEC_TORTURE=1 scripts/test.sh
+
+demo: deps build
+	examples/swe/run.sh
+
+bench: deps build
+	bench/run.sh $(B) $(N)
+
+# Needs protoc; the Go plugins come from the module that go.mod names.
+generate:
+	scripts/generate.sh
+
+lint:
+	$(GO) vet ./... && test -z "$$(gofmt -l $$(git ls-files '*.go' | grep -v '\.pb\.go\|\.connect\.go'))"
+
+clean:
+	rm -rf bin $(GUEST)

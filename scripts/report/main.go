@@ -1,0 +1,113 @@
+// Command report reads the output of `go test -json`, prints what failed and what was skipped and why, and fails when a skip's reason is
+// not on the list of things that can't exist on a test machine.
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"os"
+	"regexp"
+	"sort"
+	"strings"
+)
+
+// allowed are the reasons for which a test may be skipped; each names something that a machine may lack.
+var allowed = regexp.MustCompile(`(?i)kvm|apparmor|project quota|core scheduling|cgroup v2 controllers|gpu|mig\b|firecracker|torture|IPv6 is off`)
+
+type event struct {
+	Action, Package, Test, Output string
+	Elapsed                       float64
+}
+
+func main() {
+	f, err := os.Open(os.Args[1])
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	defer f.Close()
+	output := map[string][]string{}
+	var passed, failed, skipped int
+	var bad, slow []string
+	reasons := map[string]int{}
+	scan := bufio.NewScanner(f)
+	scan.Buffer(make([]byte, 1<<20), 16<<20)
+	for scan.Scan() {
+		var e event
+		if json.Unmarshal(scan.Bytes(), &e) != nil {
+			fmt.Println(scan.Text()) // a build error
+			continue
+		}
+		name := e.Package + " " + e.Test
+		switch e.Action {
+		case "output", "build-output":
+			output[name] = append(output[name], e.Output)
+		case "pass":
+			if e.Test != "" {
+				passed++
+			} else if e.Elapsed > 20 {
+				slow = append(slow, fmt.Sprintf("%6.1f s %s", e.Elapsed, e.Package))
+			}
+			delete(output, name)
+		case "fail":
+			if e.Test != "" {
+				failed++
+			} else if failed == 0 {
+				failed++ // the package did not build, or died
+			}
+			fmt.Printf("--- FAIL %s\n%s", name, tail(output[name]))
+		case "build-fail":
+			failed++
+			fmt.Println("--- BUILD FAILED", tail(output[name]))
+		case "skip":
+			if e.Test == "" {
+				continue
+			}
+			skipped++
+			why := reason(output[name])
+			reasons[why]++
+			if !allowed.MatchString(why) {
+				bad = append(bad, name+": "+why)
+			}
+		}
+	}
+	sort.Strings(slow)
+	for _, s := range slow {
+		fmt.Println(s)
+	}
+	for why, n := range reasons {
+		fmt.Printf("skipped %d: %s\n", n, why)
+	}
+	for _, b := range bad {
+		fmt.Println("skipped for a reason that is not on the list:", b)
+	}
+	fmt.Printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped)
+	if failed > 0 || len(bad) > 0 || passed == 0 {
+		os.Exit(1)
+	}
+}
+
+func reason(lines []string) string {
+	var out []string
+	for _, l := range lines {
+		l = strings.TrimSpace(l)
+		if l == "" || strings.HasPrefix(l, "===") || strings.HasPrefix(l, "---") {
+			continue
+		}
+		if _, after, ok := strings.Cut(l, ".go:"); ok {
+			if _, text, ok := strings.Cut(after, ": "); ok {
+				l = text
+			}
+		}
+		out = append(out, l)
+	}
+	return strings.Join(out, " ")
+}
+
+func tail(lines []string) string {
+	if len(lines) > 60 {
+		lines = lines[len(lines)-60:]
+	}
+	return strings.Join(lines, "")
+}

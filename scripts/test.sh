@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# All tests: fast ones first, then those that need root and the real kernel, then whole programs. A skip whose reason is not on the list
+# fails the run. Ends with one line "N passed, N failed, N skipped".
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$(mktemp); trap 'rm -f "$out"' EXIT
+fail=0
+step() { # name, command...
+  echo "== $1"; shift
+  "$@" || { fail=1; echo "FAILED: $*"; }
+}
+step vet go vet ./...
+unformatted=$(git ls-files '*.go' | grep -v -E '\.pb\.go$|\.connect\.go$' | xargs -r gofmt -l)
+[ -z "$unformatted" ] || { echo "gofmt would change: $unformatted"; fail=1; }
+# -p 1: two cores, and the packages that use the kernel measure what they leave behind.
+timeout 1500 go test -json -p 1 -timeout 20m ./... >"$out" 2>&1 || fail=1
+go run ./scripts/report "$out" || fail=1
+step python scripts/test_python.sh
+exit $fail
