@@ -1,0 +1,92 @@
+package container
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// slotWidth is how many host uids a sandbox takes: 65,536 mapped ones and one that process 1 runs as, which no uid inside maps to.
+const slotWidth = 65537
+
+// Defaults of the uid range: systemd keeps 0x70000000 to 0x7FFDFFFF free of every allocation it knows of (its UIDS-GIDS.md), and
+// no uid in it is negative for programs that still use a signed 32-bit number.
+const (
+	DefaultUIDBase = 0x70000000
+	DefaultSlots   = 4000
+)
+
+// slots hands out uid ranges. A slot belongs to one living sandbox; it is given again as late as possible, so that what a kernel
+// worker still removes of the last holder (a namespace, a device named by the slot) is gone by then.
+type slots struct {
+	base  uint32
+	count int
+
+	mu   sync.Mutex
+	used map[int]sandbox.ID
+	next int
+}
+
+func newSlots(base uint32, count int) (*slots, error) {
+	if base < 65536 || count < 1 || uint64(base)+uint64(count)*slotWidth > 1<<32-2 {
+		return nil, fmt.Errorf("uid range: %d slots of %d from %d do not fit between 65536 and 4294967294: %w", count, slotWidth, base, sandbox.ErrInvalid)
+	}
+	return &slots{base: base, count: count, used: map[int]sandbox.ID{}}, nil
+}
+
+// take gives a free slot to the sandbox.
+func (s *slots) take(id sandbox.ID) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.used) >= s.count {
+		return 0, fmt.Errorf("uid range: all %d slots are in use: %w", s.count, sandbox.ErrExhausted)
+	}
+	for {
+		n := s.next
+		s.next = (s.next + 1) % s.count
+		if _, taken := s.used[n]; !taken {
+			s.used[n] = id
+			return n, nil
+		}
+	}
+}
+
+// claim marks a slot as the sandbox's, for recovery. It is idempotent for the same sandbox.
+func (s *slots) claim(n int, id sandbox.ID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n < 0 || n >= s.count {
+		return fmt.Errorf("uid slot %d: outside of 0 to %d: %w", n, s.count-1, sandbox.ErrInvalid)
+	}
+	if holder, taken := s.used[n]; taken && holder != id {
+		return fmt.Errorf("uid slot %d: held by %s: %w", n, holder, sandbox.ErrExists)
+	}
+	s.used[n] = id
+	return nil
+}
+
+// release gives a slot back if the sandbox holds it.
+func (s *slots) release(n int, id sandbox.ID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.used[n] == id {
+		delete(s.used, n)
+	}
+}
+
+func (s *slots) held() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.used)
+}
+
+func (s *slots) uid(n int) uint32 { return s.base + uint32(n)*slotWidth }
+
+// of is the slot that starts at a host uid.
+func (s *slots) of(uid uint32) (int, bool) {
+	if uid < s.base || (uid-s.base)%slotWidth != 0 || int((uid-s.base)/slotWidth) >= s.count {
+		return 0, false
+	}
+	return int((uid - s.base) / slotWidth), true
+}
