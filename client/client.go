@@ -67,6 +67,9 @@ type Error struct {
 func (e *Error) Error() string { return e.Message }
 func (e *Error) Unwrap() error { return e.kind }
 
+// Wrap gives an error of the generated service clients the text and kind of this package's.
+func Wrap(err error) error { return wrap(err) }
+
 func wrap(err error) error {
 	if err == nil {
 		return nil

@@ -54,3 +54,8 @@ func (c *Client) Log(ctx context.Context, q *dsecv1.ReadLogRequest, fn func(*dse
 	}
 	return wrap(st.Err())
 }
+
+// GetLayer describes a layer by ID, name or name@version.
+func (c *Client) GetLayer(ctx context.Context, ref string) (*dsecv1.GetLayerResponse, error) {
+	return call(ctx, c, c.LayerService.GetLayer, &dsecv1.GetLayerRequest{Ref: ref})
+}

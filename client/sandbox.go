@@ -205,3 +205,13 @@ func (s *Sandbox) Stats(ctx context.Context) (*dsecv1.StatsResponse, error) {
 }
 
 func (s *Sandbox) String() string { return fmt.Sprintf("sandbox %s", s.ID) }
+
+// PauseAll freezes every sandbox that the selector matches; level is frozen when empty.
+func (c *Client) PauseAll(ctx context.Context, sel *dsecv1.Selector, level string) (*dsecv1.SelectorResult, error) {
+	return call(ctx, c, c.Sandboxes.Pause, &dsecv1.PauseRequest{Selector: sel, Level: level})
+}
+
+// ResumeAll wakes every sandbox that the selector matches.
+func (c *Client) ResumeAll(ctx context.Context, sel *dsecv1.Selector) (*dsecv1.SelectorResult, error) {
+	return call(ctx, c, c.Sandboxes.Resume, &dsecv1.ResumeRequest{Selector: sel})
+}

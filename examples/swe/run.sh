@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Starts dsec on a state folder of its own, runs the example, and stops it again. Needs root and Go; the Makefile installed the rest.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+command -v go >/dev/null || { echo "the demo needs Go (1.26 or later) in PATH" >&2; exit 1; }
+[ "$(id -u)" -eq 0 ] || { echo "the demo needs root: sandboxes are made of mounts and namespaces" >&2; exit 1; }
+dir=${DSEC_DEMO_DIR:-$(mktemp -d /var/tmp/dsec-demo.XXXXXX)}
+run=$(mktemp -d /run/dsec-demo.XXXXXX)
+up=
+cleanup() {
+  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null
+  rm -rf "$run"
+  [ -n "${DSEC_DEMO_DIR:-}" ] || rm -rf "$dir"
+}
+trap cleanup EXIT
+bin/dsec up --state "$dir" --run "$run" --listen "" --pool-size 12g >"$dir/up.log" 2>&1 &
+up=$!
+for _ in $(seq 300); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
+export DSEC_URL="unix:$run/dsec.sock" DSEC_KEY_FILE="$run/key"
+go run ./examples/swe "$@" || { echo "--- end of the service's log" >&2; tail -20 "$dir/up.log" >&2; exit 1; }
