@@ -1,0 +1,302 @@
+package trajectory
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"log/slog"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+func segmentName(num uint32) string { return fmt.Sprintf("%08x.log", num) }
+
+// Open opens the log, or makes it. It cuts the tail that a crash tore, seals what was left unsealed and builds the index. It starts
+// nothing. Where the disk is full, the log opens and takes records as far as its reserve goes. Call Close at the end.
+func Open(cfg Config, log *slog.Logger) (_ *Log, err error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, fmt.Errorf("open trajectory log: %w", err)
+	}
+	l := &Log{cfg: cfg, fs: cfg.FS, log: log, work: make(chan struct{}, 1), byID: map[ID]*traj{}, byNum: map[uint64]*traj{},
+		segs: map[uint32]*segment{}, blobs: map[[32]byte]*blob{}, nextTraj: 1, nextSeg: 1, loaded: map[uint64]bool{}}
+	if l.fs == nil {
+		if l.fs, err = DirFS(cfg.Dir); err != nil {
+			return nil, fmt.Errorf("open trajectory log: %w", err)
+		}
+	}
+	defer func() {
+		if err != nil {
+			l.closeFiles()
+			err = fmt.Errorf("open trajectory log: %w", err)
+		}
+	}()
+	if l.lock, err = l.fs.Lock("LOCK"); err != nil {
+		return nil, err
+	}
+	if err := l.load(); err != nil {
+		return nil, err
+	}
+	l.loaded = nil
+	if err := l.sweepBlobs(); err != nil {
+		return nil, err
+	}
+	if err := l.allocate(l.spareTarget()); err != nil && !noSpace(err) {
+		return nil, err
+	}
+	l.kick()
+	return l, nil
+}
+
+// load reads the segments in order.
+func (l *Log) load() error {
+	names, err := l.fs.List(".")
+	if err != nil {
+		return err
+	}
+	var nums []uint32
+	for _, n := range names {
+		base, ok := strings.CutSuffix(n, ".log")
+		if strings.HasSuffix(n, ".tmp") {
+			if err := l.fs.Remove(n); err != nil {
+				return err
+			}
+		}
+		if v, err := strconv.ParseUint(base, 16, 32); ok && err == nil && segmentName(uint32(v)) == n {
+			nums = append(nums, uint32(v))
+		}
+	}
+	slices.Sort(nums)
+	torn := false
+	for _, num := range nums {
+		l.nextSeg = max(l.nextSeg, num+1)
+		if err := l.loadSegment(num, &torn); err != nil {
+			return fmt.Errorf("segment %s: %w", segmentName(num), err)
+		}
+	}
+	return nil
+}
+
+// loadSegment loads one segment. torn is set from the first one whose end says nothing of a next: later ones that are not sealed
+// hold nothing that was ever synced.
+func (l *Log) loadSegment(num uint32, torn *bool) error {
+	f, err := l.fs.Open(segmentName(num))
+	if err != nil {
+		return err
+	}
+	keep := false
+	defer func() {
+		if !keep {
+			f.Close()
+		}
+	}()
+	size, err := f.Size()
+	if err != nil {
+		return err
+	}
+	s := &segment{num: num, file: &handle{File: f}, size: size, trajs: map[uint64]int64{}}
+	head := make([]byte, segmentHeaderLen)
+	if size >= segmentHeaderLen {
+		if _, err := f.ReadAt(head, 0); err != nil {
+			return err
+		}
+	}
+	var headErr error
+	s.header, headErr = decodeSegmentHeader(head)
+	foot, end, err := readFooter(f, size, &s.header)
+	if err != nil {
+		return err
+	}
+	if foot != nil {
+		if *torn {
+			l.log.Error("trajectory log: a sealed segment follows a torn one", "segment", num)
+		}
+		s.sealed, s.off = true, end
+		if err := decodeFooter(foot, end, func(e *entry) error { return l.loadEntry(s, e) }); err != nil {
+			return err
+		}
+		l.segs[num] = s
+		keep = true
+		return nil
+	}
+	if headErr != nil || *torn {
+		*torn = true
+		if headErr == nil && size == l.cfg.SegmentBytes {
+			// A spare has no records; what it may have is of the future that the crash cut off.
+			keep = true
+			return l.reuse(s)
+		}
+		return l.drop(s, "not complete")
+	}
+	s.foot = newFooter()
+	end, rolled, err := scan(f, size, s.header.Nonce, func(e *entry, r *Record) error {
+		s.foot.add(e)
+		return l.loadEntry(s, e)
+	})
+	if err != nil {
+		return err
+	}
+	s.off, *torn = end, !rolled
+	if end == segmentHeaderLen {
+		if size != l.cfg.SegmentBytes {
+			return l.drop(s, "empty")
+		}
+		keep = true
+		return l.reuse(s)
+	}
+	l.segs[num] = s
+	keep = true
+	return l.seal(s)
+}
+
+// loadEntry indexes a record; what contradicts the index is told and left out.
+func (l *Log) loadEntry(s *segment, e *entry) error {
+	err := l.index(s, e)
+	if errors.Is(err, errFormat) {
+		l.log.Error("trajectory log: record left out", "segment", s.num, "offset", e.off, "err", err)
+		return nil
+	}
+	return err
+}
+
+// readFooter returns the footer of a sealed segment and where its records end, or nil.
+func readFooter(f File, size int64, h *segmentHeader) (foot []byte, end int64, err error) {
+	if size < segmentHeaderLen+trailerLen {
+		return nil, 0, nil
+	}
+	b := make([]byte, trailerLen)
+	if _, err := f.ReadAt(b, size-trailerLen); err != nil {
+		return nil, 0, err
+	}
+	t, err := decodeTrailer(b)
+	if err != nil || t.off+t.len+trailerLen != size {
+		return nil, 0, nil
+	}
+	foot = make([]byte, t.len)
+	if _, err := f.ReadAt(foot, t.off); err != nil {
+		return nil, 0, err
+	}
+	if crc32.Checksum(foot, castagnoli) != t.crc {
+		return nil, 0, nil
+	}
+	h.Nonce = t.nonce
+	return foot, t.off, nil
+}
+
+// drop removes a segment that holds nothing.
+func (l *Log) drop(s *segment, why string) error {
+	l.log.Warn("trajectory log: segment dropped", "segment", s.num, "why", why)
+	if err := l.fs.Remove(segmentName(s.num)); err != nil {
+		return err
+	}
+	return l.fs.SyncDir(".")
+}
+
+// reuse makes an allocated segment a spare of this Log. Its new nonce makes everything in it invalid.
+func (l *Log) reuse(s *segment) error {
+	l.spares = append(l.spares, s)
+	return l.prepare(s)
+}
+
+// prepare gives an allocated file the header of an empty segment, on the disk.
+func (l *Log) prepare(s *segment) error {
+	wall, _ := l.cfg.Now()
+	var nonce [4]byte
+	rand.Read(nonce[:])
+	s.header = segmentHeader{Num: uint64(s.num), Created: wall.UnixNano(), Boot: l.cfg.Boot, Nonce: binary.LittleEndian.Uint32(nonce[:])}
+	s.off, s.size = segmentHeaderLen, l.cfg.SegmentBytes
+	s.foot, s.trajs, s.bound = newFooter(), map[uint64]int64{}, map[uint64]uint32{}
+	if _, err := s.file.WriteAt(s.header.encode(), 0); err != nil {
+		return err
+	}
+	return s.file.Sync()
+}
+
+// spareTarget is the number of empty segments that hold the reserve, one at least.
+func (l *Log) spareTarget() int {
+	return int(max(1, (l.cfg.Reserve+l.capacityOf()-1)/l.capacityOf()))
+}
+
+// allocate makes empty segments until there are so many.
+func (l *Log) allocate(target int) error {
+	l.allocMu.Lock()
+	defer l.allocMu.Unlock()
+	for {
+		l.mu.Lock()
+		num, enough := l.nextSeg, len(l.spares) >= target
+		err := l.overLimit(l.cfg.SegmentBytes)
+		if !enough && err != nil {
+			l.noAlloc = time.Now()
+		}
+		l.mu.Unlock()
+		if enough || err != nil {
+			return err
+		}
+		s := &segment{num: num}
+		if err := l.create(s); err != nil {
+			if noSpace(err) {
+				l.mu.Lock()
+				l.noAlloc = time.Now()
+				l.mu.Unlock()
+			}
+			return fmt.Errorf("allocate log segment: %w", err)
+		}
+		l.mu.Lock()
+		l.spares = append(l.spares, s)
+		l.nextSeg++
+		l.noAlloc = time.Time{}
+		l.mu.Unlock()
+	}
+}
+
+// create makes the file of an empty segment; it leaves nothing behind when it fails.
+func (l *Log) create(s *segment) error {
+	f, err := l.fs.Create(segmentName(s.num))
+	if err != nil {
+		return err
+	}
+	s.file = &handle{File: f}
+	err = f.Allocate(l.cfg.SegmentBytes)
+	if err == nil {
+		err = l.prepare(s)
+	}
+	if err == nil {
+		err = l.fs.SyncDir(".")
+	}
+	if err != nil {
+		f.Close()
+		return errors.Join(err, l.fs.Remove(segmentName(s.num)))
+	}
+	return nil
+}
+
+// seal puts the index of a full segment behind its records and cuts the rest off.
+func (l *Log) seal(s *segment) error {
+	if err := s.file.Sync(); err != nil {
+		return err
+	}
+	b := s.foot.seal(s.off, s.header)
+	if _, err := s.file.WriteAt(b, s.off); err != nil {
+		return err
+	}
+	if err := s.file.Truncate(s.off + int64(len(b))); err != nil {
+		return err
+	}
+	if err := s.file.Sync(); err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s.size, s.sealed = s.off+int64(len(b)), true
+	s.foot, s.bound = nil, nil
+	return nil
+}
+
+var errLimit = fmt.Errorf("log limit is reached: %w: %w", unix.ENOSPC, sandbox.ErrExhausted)
