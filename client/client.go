@@ -107,6 +107,7 @@ type Client struct {
 	LayerService dsecv1connect.LayerServiceClient
 	JobService   dsecv1connect.JobServiceClient
 	Logs         dsecv1connect.LogServiceClient
+	Keys         dsecv1connect.IamServiceClient
 }
 
 // Connect makes a client and checks with one call that the server is there, speaks this protocol and takes the key.
@@ -172,6 +173,7 @@ func New(cfg Config) (*Client, error) {
 	c.LayerService = dsecv1connect.NewLayerServiceClient(c.http, c.base, opts...)
 	c.JobService = dsecv1connect.NewJobServiceClient(c.http, c.base, opts...)
 	c.Logs = dsecv1connect.NewLogServiceClient(c.http, c.base, opts...)
+	c.Keys = dsecv1connect.NewIamServiceClient(c.http, c.base, opts...)
 	return c, nil
 }
 
