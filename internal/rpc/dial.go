@@ -5,11 +5,13 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/url"
 	"os"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"connectrpc.com/connect"
@@ -29,9 +31,7 @@ type PeerConfig struct {
 	CAFile string // PEM; for https addresses, beside the system's authorities
 }
 
-// Peer is a host as its callers see it: clients of all that hosts serve, over connections that are kept. Short calls go over HTTP/1.1,
-// which costs less CPU than HTTP/2 for a call that has a connection to itself; calls that wait or stream share HTTP/2
-// connections, since tens of thousands of them may wait at once.
+// Peer is a host as its callers see it: clients of all that hosts serve, over connections that are kept.
 type Peer struct {
 	Addr string
 
@@ -40,18 +40,46 @@ type Peer struct {
 	Sandboxes dsecv1connect.SandboxServiceClient
 	Commands  dsecv1connect.CommandServiceClient
 	Jobs      dsecv1connect.JobServiceClient
-	// The same, for calls that may take long.
-	LongCommands  dsecv1connect.CommandServiceClient
-	LongSandboxes dsecv1connect.SandboxServiceClient
-	LongHost      dsecv1connect.HostServiceClient
-	Files         dsecv1connect.FileServiceClient
-	Logs          dsecv1connect.LogServiceClient
+	Files     dsecv1connect.FileServiceClient
+	Logs      dsecv1connect.LogServiceClient
+	// Streams serves the calls of CommandService that stream; all streams share HTTP/2 connections.
+	Streams dsecv1connect.CommandServiceClient
 
 	base   string
 	token  string
 	dial   func(ctx context.Context) (net.Conn, error)
 	short  *http.Transport
 	stream *http.Transport
+	busy   atomic.Int64 // calls over short
+}
+
+// RoundTrip sends a unary call. It goes over HTTP/1.1, which costs half the CPU of HTTP/2 while there are as many connections as
+// calls; beyond a bound (tens of thousands of long polls may wait at once) the calls share HTTP/2 connections.
+func (p *Peer) RoundTrip(r *http.Request) (*http.Response, error) {
+	if p.busy.Add(1) > idleConns {
+		p.busy.Add(-1)
+		return p.stream.RoundTrip(r)
+	}
+	resp, err := p.short.RoundTrip(r)
+	if err != nil {
+		p.busy.Add(-1)
+		return nil, err
+	}
+	resp.Body = &counted{ReadCloser: resp.Body, p: p}
+	return resp, nil
+}
+
+type counted struct {
+	io.ReadCloser
+	p    *Peer
+	done atomic.Bool
+}
+
+func (c *counted) Close() error {
+	if !c.done.Swap(true) {
+		c.p.busy.Add(-1)
+	}
+	return c.ReadCloser.Close()
 }
 
 // Dial prepares a peer at "unix:/path", "http://host:port" or "https://host:port". It opens no connection.
@@ -120,7 +148,7 @@ func Dial(addr string, cfg PeerConfig) (*Peer, error) {
 }
 
 func (p *Peer) transports(dial func(context.Context) (net.Conn, error), tlsCfg *tls.Config) (short, stream *http.Transport) {
-	make := func(h2 bool) *http.Transport {
+	one := func(h2 bool) *http.Transport {
 		protocols := new(http.Protocols)
 		protocols.SetHTTP1(!h2)
 		protocols.SetHTTP2(h2)
@@ -144,7 +172,7 @@ func (p *Peer) transports(dial func(context.Context) (net.Conn, error), tlsCfg *
 		}
 		return t
 	}
-	return make(false), make(true)
+	return one(false), one(true)
 }
 
 func (p *Peer) clients() {
@@ -153,15 +181,13 @@ func (p *Peer) clients() {
 		connect.WithReadMaxBytes(MaxAnswerMessage),
 		connect.WithAcceptCompression("gzip", nil, nil),
 	}
-	short, long := &http.Client{Transport: p.short}, &http.Client{Transport: p.stream}
+	short, long := &http.Client{Transport: p}, &http.Client{Transport: p.stream}
 	p.Info = dsecv1connect.NewInfoServiceClient(short, p.base, opts...)
 	p.Host = dsecv1connect.NewHostServiceClient(short, p.base, opts...)
 	p.Sandboxes = dsecv1connect.NewSandboxServiceClient(short, p.base, opts...)
 	p.Commands = dsecv1connect.NewCommandServiceClient(short, p.base, opts...)
 	p.Jobs = dsecv1connect.NewJobServiceClient(short, p.base, opts...)
-	p.LongCommands = dsecv1connect.NewCommandServiceClient(long, p.base, opts...)
-	p.LongSandboxes = dsecv1connect.NewSandboxServiceClient(long, p.base, opts...)
-	p.LongHost = dsecv1connect.NewHostServiceClient(long, p.base, opts...)
+	p.Streams = dsecv1connect.NewCommandServiceClient(long, p.base, opts...)
 	p.Files = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
 }
