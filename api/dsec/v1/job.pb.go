@@ -433,6 +433,7 @@ func (*ListJobsRequest) Descriptor() ([]byte, []int) {
 type ListJobsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Jobs          []*Job                 `protobuf:"bytes,1,rep,name=jobs,proto3" json:"jobs,omitempty"`
+	Errors        []*ItemError           `protobuf:"bytes,2,rep,name=errors,proto3" json:"errors,omitempty"` // hosts that did not answer: their share is missing in the counts
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -470,6 +471,13 @@ func (*ListJobsResponse) Descriptor() ([]byte, []int) {
 func (x *ListJobsResponse) GetJobs() []*Job {
 	if x != nil {
 		return x.Jobs
+	}
+	return nil
+}
+
+func (x *ListJobsResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
 	}
 	return nil
 }
@@ -643,9 +651,10 @@ const file_dsec_v1_job_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\"0\n" +
 	"\x0eGetJobResponse\x12\x1e\n" +
 	"\x03job\x18\x01 \x01(\v2\f.dsec.v1.JobR\x03job\"\x11\n" +
-	"\x0fListJobsRequest\"4\n" +
+	"\x0fListJobsRequest\"`\n" +
 	"\x10ListJobsResponse\x12 \n" +
-	"\x04jobs\x18\x01 \x03(\v2\f.dsec.v1.JobR\x04jobs\";\n" +
+	"\x04jobs\x18\x01 \x03(\v2\f.dsec.v1.JobR\x04jobs\x12*\n" +
+	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\";\n" +
 	"\x0fPauseJobRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05level\x18\x02 \x01(\tR\x05level\"&\n" +
@@ -690,7 +699,8 @@ var file_dsec_v1_job_proto_goTypes = []any{
 	(*ResumeJobRequest)(nil),      // 10: dsec.v1.ResumeJobRequest
 	(*StopJobRequest)(nil),        // 11: dsec.v1.StopJobRequest
 	(*timestamppb.Timestamp)(nil), // 12: google.protobuf.Timestamp
-	(*SelectorResult)(nil),        // 13: dsec.v1.SelectorResult
+	(*ItemError)(nil),             // 13: dsec.v1.ItemError
+	(*SelectorResult)(nil),        // 14: dsec.v1.SelectorResult
 }
 var file_dsec_v1_job_proto_depIdxs = []int32{
 	12, // 0: dsec.v1.Job.lease_until:type_name -> google.protobuf.Timestamp
@@ -699,25 +709,26 @@ var file_dsec_v1_job_proto_depIdxs = []int32{
 	0,  // 3: dsec.v1.RenewJobResponse.job:type_name -> dsec.v1.Job
 	0,  // 4: dsec.v1.GetJobResponse.job:type_name -> dsec.v1.Job
 	0,  // 5: dsec.v1.ListJobsResponse.jobs:type_name -> dsec.v1.Job
-	1,  // 6: dsec.v1.JobService.Put:input_type -> dsec.v1.PutJobRequest
-	3,  // 7: dsec.v1.JobService.Renew:input_type -> dsec.v1.RenewJobRequest
-	5,  // 8: dsec.v1.JobService.Get:input_type -> dsec.v1.GetJobRequest
-	7,  // 9: dsec.v1.JobService.List:input_type -> dsec.v1.ListJobsRequest
-	9,  // 10: dsec.v1.JobService.Pause:input_type -> dsec.v1.PauseJobRequest
-	10, // 11: dsec.v1.JobService.Resume:input_type -> dsec.v1.ResumeJobRequest
-	11, // 12: dsec.v1.JobService.Stop:input_type -> dsec.v1.StopJobRequest
-	2,  // 13: dsec.v1.JobService.Put:output_type -> dsec.v1.PutJobResponse
-	4,  // 14: dsec.v1.JobService.Renew:output_type -> dsec.v1.RenewJobResponse
-	6,  // 15: dsec.v1.JobService.Get:output_type -> dsec.v1.GetJobResponse
-	8,  // 16: dsec.v1.JobService.List:output_type -> dsec.v1.ListJobsResponse
-	13, // 17: dsec.v1.JobService.Pause:output_type -> dsec.v1.SelectorResult
-	13, // 18: dsec.v1.JobService.Resume:output_type -> dsec.v1.SelectorResult
-	13, // 19: dsec.v1.JobService.Stop:output_type -> dsec.v1.SelectorResult
-	13, // [13:20] is the sub-list for method output_type
-	6,  // [6:13] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	13, // 6: dsec.v1.ListJobsResponse.errors:type_name -> dsec.v1.ItemError
+	1,  // 7: dsec.v1.JobService.Put:input_type -> dsec.v1.PutJobRequest
+	3,  // 8: dsec.v1.JobService.Renew:input_type -> dsec.v1.RenewJobRequest
+	5,  // 9: dsec.v1.JobService.Get:input_type -> dsec.v1.GetJobRequest
+	7,  // 10: dsec.v1.JobService.List:input_type -> dsec.v1.ListJobsRequest
+	9,  // 11: dsec.v1.JobService.Pause:input_type -> dsec.v1.PauseJobRequest
+	10, // 12: dsec.v1.JobService.Resume:input_type -> dsec.v1.ResumeJobRequest
+	11, // 13: dsec.v1.JobService.Stop:input_type -> dsec.v1.StopJobRequest
+	2,  // 14: dsec.v1.JobService.Put:output_type -> dsec.v1.PutJobResponse
+	4,  // 15: dsec.v1.JobService.Renew:output_type -> dsec.v1.RenewJobResponse
+	6,  // 16: dsec.v1.JobService.Get:output_type -> dsec.v1.GetJobResponse
+	8,  // 17: dsec.v1.JobService.List:output_type -> dsec.v1.ListJobsResponse
+	14, // 18: dsec.v1.JobService.Pause:output_type -> dsec.v1.SelectorResult
+	14, // 19: dsec.v1.JobService.Resume:output_type -> dsec.v1.SelectorResult
+	14, // 20: dsec.v1.JobService.Stop:output_type -> dsec.v1.SelectorResult
+	14, // [14:21] is the sub-list for method output_type
+	7,  // [7:14] is the sub-list for method input_type
+	7,  // [7:7] is the sub-list for extension type_name
+	7,  // [7:7] is the sub-list for extension extendee
+	0,  // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_job_proto_init() }

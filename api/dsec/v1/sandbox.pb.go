@@ -533,6 +533,7 @@ type ListResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandboxes     []*Sandbox             `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
 	NextPageToken string                 `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	Errors        []*ItemError           `protobuf:"bytes,3,rep,name=errors,proto3" json:"errors,omitempty"` // hosts that did not answer (id is the host's): what they hold is missing here
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -579,6 +580,13 @@ func (x *ListResponse) GetNextPageToken() string {
 		return x.NextPageToken
 	}
 	return ""
+}
+
+func (x *ListResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
+	}
+	return nil
 }
 
 type StopRequest struct {
@@ -1365,10 +1373,11 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\bselector\x18\x01 \x01(\v2\x11.dsec.v1.SelectorR\bselector\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x03 \x01(\tR\tpageToken\"f\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"\x92\x01\n" +
 	"\fListResponse\x12.\n" +
 	"\tsandboxes\x18\x01 \x03(\v2\x10.dsec.v1.SandboxR\tsandboxes\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x84\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12*\n" +
+	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"\x84\x01\n" +
 	"\vStopRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x10\n" +
@@ -1492,40 +1501,41 @@ var file_dsec_v1_sandbox_proto_depIdxs = []int32{
 	25, // 8: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
 	27, // 9: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
 	25, // 10: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	27, // 11: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
-	23, // 12: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
-	25, // 13: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
-	27, // 14: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
-	27, // 15: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
-	19, // 16: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
-	21, // 17: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
-	0,  // 18: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
-	2,  // 19: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
-	4,  // 20: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
-	6,  // 21: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
-	8,  // 22: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
-	9,  // 23: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
-	11, // 24: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
-	12, // 25: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
-	13, // 26: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
-	15, // 27: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
-	17, // 28: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
-	1,  // 29: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
-	3,  // 30: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
-	5,  // 31: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
-	7,  // 32: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
-	28, // 33: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
-	10, // 34: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
-	28, // 35: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
-	28, // 36: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
-	14, // 37: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
-	16, // 38: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
-	18, // 39: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
-	29, // [29:40] is the sub-list for method output_type
-	18, // [18:29] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	26, // 11: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
+	27, // 12: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
+	23, // 13: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
+	25, // 14: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
+	27, // 15: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
+	27, // 16: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
+	19, // 17: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
+	21, // 18: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
+	0,  // 19: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
+	2,  // 20: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
+	4,  // 21: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
+	6,  // 22: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
+	8,  // 23: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
+	9,  // 24: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
+	11, // 25: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
+	12, // 26: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
+	13, // 27: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
+	15, // 28: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
+	17, // 29: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
+	1,  // 30: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
+	3,  // 31: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
+	5,  // 32: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
+	7,  // 33: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
+	28, // 34: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
+	10, // 35: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
+	28, // 36: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
+	28, // 37: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
+	14, // 38: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
+	16, // 39: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
+	18, // 40: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
+	30, // [30:41] is the sub-list for method output_type
+	19, // [19:30] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_sandbox_proto_init() }
