@@ -1,0 +1,44 @@
+// Command dsec-guest is the file server inside a sandbox. Process 1 starts it as the user asked for, with a connected stream
+// socket as descriptor 3; it answers until the other end closes. It is small and static, and its imports are pinned by a test.
+package main
+
+import (
+	"context"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"syscall"
+
+	"github.com/dsec-dev/dsec/internal/guest/fileserver"
+)
+
+func main() {
+	// It is charged to the sandbox's memory: it collects early and stays small. Two threads of Go code are enough; a call that the
+	// kernel holds has a thread of its own anyway.
+	debug.SetGCPercent(25)
+	debug.SetMemoryLimit(32 << 20)
+	runtime.GOMAXPROCS(min(2, runtime.NumCPU()))
+	syscall.Umask(0)               // modes are stated in each request
+	signal.Ignore(syscall.SIGXFSZ) // a file size limit is an error of one call, not our end
+	if err := os.Chdir("/"); err != nil {
+		fail(err)
+	}
+	const conn = 3
+	if _, err := syscall.GetsockoptInt(conn, syscall.SOL_SOCKET, syscall.SO_TYPE); err != nil {
+		fail(os.NewSyscallError("descriptor 3 must be a connected socket", err))
+	}
+	syscall.CloseOnExec(conn)
+	// Set before NewFile, which then lets the runtime's poller wait for it.
+	if err := syscall.SetNonblock(conn, true); err != nil {
+		fail(err)
+	}
+	if err := fileserver.Serve(context.Background(), os.NewFile(conn, "host")); err != nil {
+		fail(err)
+	}
+}
+
+func fail(err error) {
+	os.Stderr.WriteString("dsec-guest: " + err.Error() + "\n")
+	os.Exit(1)
+}
