@@ -1,0 +1,41 @@
+// Package initproc holds process 1 of containers: a libc-free program in C, built ahead and committed (init_amd64), so that
+// `go build` needs no C compiler. src/init.c says what it does and what it relies on; docs/format/guest.md is its protocol.
+//
+// src/build.sh makes the binary; a test rebuilds it where the compiler of the committed one is there and compares.
+package initproc
+
+import (
+	_ "embed"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+//go:generate sh src/build.sh amd64 init_amd64
+
+//go:embed init_amd64
+var image []byte
+
+// Open returns process 1's program as a sealed memfd (close on exec): nobody can write to it, neither the workload by way
+// of /proc/<pid>/exe. Start it from /proc/self/fd/<n> with the guest stream as descriptor 3 and argv[0] "dsec-init".
+func Open() (*os.File, error) {
+	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
+	fd, err := unix.MemfdCreate("dsec-init", flags|unix.MFD_EXEC)
+	if err == unix.EINVAL { // before 6.3
+		fd, err = unix.MemfdCreate("dsec-init", flags)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("process 1's program: memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "dsec-init")
+	if _, err := f.Write(image); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("process 1's program: %w", err)
+	}
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("process 1's program: seal: %w", err)
+	}
+	return f, nil
+}

@@ -1,0 +1,1517 @@
+// Process 1 of a container. Speaks docs/format/guest.md on descriptor 3, without a libc: a few pages stay resident.
+//
+// What it relies on and holds to:
+//  - Until `userns` it is the host's root in fresh namespaces and reads nothing of the image: paths are resolved inside
+//    the new root with openat2(RESOLVE_IN_ROOT|RESOLVE_NO_SYMLINKS), mounts are attached by descriptor.
+//  - Afterwards it is a uid that the sandbox has not mapped, with all capabilities of the sandbox's user namespace and
+//    none outside, not dumpable, its memory's owner the initial user namespace: root inside can neither trace it nor
+//    open its /proc entries, and no signal from inside has an effect on process 1 without a handler.
+//  - Commands are started with clone3(CLONE_VM|CLONE_VFORK): the child shares this memory until its exec, so a failure's
+//    text comes back in `res`. The child drops to the command's user there; it stays untraceable, since a change of
+//    credentials and this memory's owner both forbid it.
+//  - Files of the image that it reads itself (passwd, group) are bounded, opened without blocking and only if regular.
+//  - It keeps nothing of a request: the frame is wiped once the command runs.
+#include <asm/unistd.h>
+#include <linux/capability.h>
+#include <linux/close_range.h>
+#include <linux/fcntl.h>
+#include <linux/mount.h>
+#include <linux/openat2.h>
+#include <linux/prctl.h>
+#include <linux/sched.h>
+#include <linux/seccomp.h>
+#include <linux/stat.h>
+#include <asm/errno.h>
+#include <asm/ioctls.h>
+#include <linux/mman.h>
+#include <asm/resource.h>
+#include <asm/signal.h>
+
+#include "sys_amd64.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long u64;
+typedef long i64;
+typedef int i32;
+
+#define NULL ((void *)0)
+#define STREAM 3
+#define HEADER 16
+#define MAX_BODY (4u << 20)
+#define ARENA (16u << 20) // pointers of argv and env: at most one for 4 octets of the body, two lists at once
+#define MAX_FDS 16
+#define MAX_COMMANDS 8192
+#define MAX_GROUPS 256
+#define MAX_ID 65536 // ids that a sandbox has
+#define FILE_MAX (1u << 20)
+#define TEXT_MAX 4096
+
+enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_HOLD = 16, T_DROP = 17,
+       T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_HELD = 0x90 };
+enum { S_BIRTH = 1, S_USER, S_CWD, S_PROGRAM, S_EXEC, S_CGROUP, S_TERMINAL, S_CONFINE };
+enum { START_TERMINAL = 1, START_HOLDER = 2, START_NOFILTER = 4, START_CGROUPNS = 8, START_NOTIFY = 16 };
+
+// ---- memory and text ----
+
+void *memcpy(void *d, const void *s, u64 n)
+{
+	void *r = d;
+	__asm__ volatile("rep movsb" : "+D"(d), "+S"(s), "+c"(n) : : "memory");
+	return r;
+}
+void *memset(void *d, int c, u64 n)
+{
+	void *r = d;
+	__asm__ volatile("rep stosb" : "+D"(d), "+c"(n) : "a"(c) : "memory");
+	return r;
+}
+void *memmove(void *d, const void *s, u64 n)
+{
+	u8 *a = d;
+	const u8 *b = s;
+	if (a <= b || a >= b + n)
+		return memcpy(d, s, n);
+	while (n--)
+		a[n] = b[n];
+	return d;
+}
+int memcmp(const void *a, const void *b, u64 n)
+{
+	const u8 *x = a, *y = b;
+	for (; n; n--, x++, y++)
+		if (*x != *y)
+			return *x - *y;
+	return 0;
+}
+u64 strlen(const char *s)
+{
+	u64 n = 0;
+	while (s[n])
+		n++;
+	return n;
+}
+static int eq(const char *a, const char *b)
+{
+	while (*a && *a == *b)
+		a++, b++;
+	return *a == *b;
+}
+static const char *find(const char *s, char c)
+{
+	for (; *s; s++)
+		if (*s == c)
+			return s;
+	return NULL;
+}
+
+// number reads a decimal number that fills s; -1 if it isn't one below 2^32-1.
+static i64 number(const char *s)
+{
+	u64 v = 0;
+	if (!*s)
+		return -1;
+	for (; *s; s++) {
+		if (*s < '0' || *s > '9')
+			return -1;
+		v = v * 10 + (u64)(*s - '0');
+		if (v >= 0xffffffffu)
+			return -1;
+	}
+	return (i64)v;
+}
+
+// res is what a start came to. It is shared with the child of a start, hence volatile where both look.
+static struct {
+	volatile u32 stage, err;
+	volatile u32 execing;
+	u32 len;
+	char text[TEXT_MAX];
+} res;
+
+static void say(const char *s)
+{
+	while (*s && res.len < sizeof res.text)
+		res.text[res.len++] = *s++;
+}
+static void sayn(u64 v, u32 base)
+{
+	char b[24];
+	int i = sizeof b;
+	b[--i] = 0;
+	do
+		b[--i] = "0123456789abcdef"[v % base];
+	while (v /= base);
+	say(b + i);
+}
+// sayq says a name from the request or the image, with control octets made visible.
+static void sayq(const char *s)
+{
+	int n = 0;
+	for (; *s && n < 1024; s++, n++) {
+		u8 c = (u8)*s;
+		char b[2] = {*s, 0};
+		if (c == '\n')
+			say("\\n");
+		else if (c == '\r')
+			say("\\r");
+		else if (c < 32 || c == 127)
+			say("\\x"), sayn(c >> 4, 16), sayn(c & 15, 16);
+		else
+			say(b);
+	}
+	if (*s)
+		say("...");
+}
+static void fail(u32 stage, u32 err)
+{
+	res.stage = stage;
+	res.err = err;
+	res.len = 0;
+}
+static const char *errtext(i64 e)
+{
+	if (e < 0)
+		e = -e;
+	switch (e) {
+	case EPERM: return "operation not permitted";
+	case ENOENT: return "not found";
+	case EIO: return "input/output error";
+	case E2BIG: return "argument list too long";
+	case ENOEXEC: return "exec format error";
+	case EBADF: return "bad descriptor";
+	case EAGAIN: return "the process limit is reached";
+	case ENOMEM: return "out of memory";
+	case EACCES: return "permission denied";
+	case EBUSY: return "busy";
+	case EXDEV: return "crosses a mount";
+	case ENODEV: return "no such device";
+	case ENOTDIR: return "not a folder";
+	case EISDIR: return "is a folder";
+	case EINVAL: return "invalid argument";
+	case ENFILE: return "too many open files on the host";
+	case EMFILE: return "too many open files";
+	case ETXTBSY: return "the file is open for writing";
+	case ENOSPC: return "no space";
+	case EROFS: return "read-only file system";
+	case ENAMETOOLONG: return "name too long";
+	case ENOSYS: return "not in this kernel";
+	case ELOOP: return "too many links, or a link where none may be";
+	case EOPNOTSUPP: return "not supported";
+	case EUSERS: return "too many namespaces";
+	case EDQUOT: return "quota exceeded";
+	case ESTALE: return "stale file";
+	}
+	return "";
+}
+static void sayerr(i64 e)
+{
+	const char *t = errtext(e);
+	if (*t)
+		say(t);
+	else
+		say("error "), sayn((u64)(e < 0 ? -e : e), 10);
+}
+
+// ---- the stream ----
+
+static u8 *body;                 // MAX_BODY octets, touched as far as frames are long
+static struct { u32 len; u8 type, nfds; u16 flags; u64 id; } head;
+static int fdq[64], nfdq;        // descriptors that came, in order
+static int fds[MAX_FDS], nfds;   // of the frame at hand
+
+struct iov { void *p; u64 n; };
+struct msg { void *name; u32 namelen, pad; struct iov *iov; u64 niov; void *ctl; u64 nctl; i32 flags; u32 pad2; };
+struct cmsg { u64 len; i32 level, type; i32 fd[252]; };
+struct pollfd { i32 fd; short events, revents; };
+
+static void die(int code) __attribute__((noreturn));
+static void die(int code)
+{
+	for (;;)
+		sys1(__NR_exit_group, code);
+}
+static void wait_stream(short what)
+{
+	struct pollfd p = {STREAM, what, 0};
+	sys5(__NR_ppoll, &p, 1, NULL, NULL, 8);
+}
+
+// take fills n octets from the stream; the end of it is the end of process 1, and so of the sandbox.
+static void take(void *to, u64 n)
+{
+	static struct cmsg c;
+	u8 *p = to;
+	while (n) {
+		struct iov v = {p, n};
+		struct msg m = {0, 0, 0, &v, 1, &c, sizeof c, 0, 0};
+		i64 r = sys3(__NR_recvmsg, STREAM, &m, 0x40000000 /* MSG_CMSG_CLOEXEC */);
+		if (r == -EAGAIN) {
+			wait_stream(1);
+			continue;
+		}
+		if (r == -EINTR)
+			continue;
+		if (r <= 0)
+			die(0);
+		if (m.nctl >= sizeof(u64) * 2 && c.level == 1 && c.type == 1) {
+			u64 k = (c.len - 16) / 4;
+			for (u64 i = 0; i < k && i < 252; i++) {
+				if (nfdq == 64)
+					die(1);
+				fdq[nfdq++] = c.fd[i];
+			}
+		}
+		p += r;
+		n -= (u64)r;
+	}
+}
+static void read_frame(void)
+{
+	take(&head, HEADER);
+	if (head.len > MAX_BODY || head.nfds > MAX_FDS)
+		die(1);
+	take(body, head.len);
+	if (head.nfds > nfdq)
+		die(1);
+	nfds = head.nfds;
+	for (int i = 0; i < nfds; i++)
+		fds[i] = fdq[i];
+	nfdq -= nfds;
+	for (int i = 0; i < nfdq; i++)
+		fdq[i] = fdq[i + nfds];
+}
+// done_frame forgets a frame: descriptors that nobody took, and the octets.
+static void done_frame(void)
+{
+	for (int i = 0; i < nfds; i++)
+		if (fds[i] >= 0)
+			sys1(__NR_close, fds[i]);
+	nfds = 0;
+	if (head.len > 4096)
+		sys3(__NR_madvise, body, MAX_BODY, MADV_DONTNEED);
+	else
+		memset(body, 0, head.len);
+}
+static void send_frame(u8 type, u64 id, const void *b, u32 n, const int *f, u32 nf)
+{
+	struct { u32 len; u8 type, nfds; u16 flags; u64 id; } h = {n, type, (u8)nf, 0, id};
+	struct iov v[2] = {{&h, HEADER}, {(void *)b, n}};
+	struct { u64 len; i32 level, type; i32 fd[4]; } c = {16 + 4 * nf, 1, 1, {0}};
+	struct msg m = {0, 0, 0, v, n ? 2 : 1, nf ? &c : NULL, nf ? (16 + 4 * nf + 7) & ~7ul : 0, 0, 0};
+	for (u32 i = 0; i < nf; i++)
+		c.fd[i] = f[i];
+	while (m.niov) {
+		i64 r = sys3(__NR_sendmsg, STREAM, &m, 0x4000 /* MSG_NOSIGNAL */);
+		if (r == -EAGAIN) {
+			wait_stream(4);
+			continue;
+		}
+		if (r == -EINTR)
+			continue;
+		if (r < 0)
+			die(0);
+		m.ctl = NULL;
+		m.nctl = 0;
+		while (m.niov && (u64)r >= m.iov->n) {
+			r -= (i64)m.iov->n;
+			m.iov++;
+			m.niov--;
+		}
+		if (m.niov) {
+			m.iov->p = (u8 *)m.iov->p + r;
+			m.iov->n -= (u64)r;
+		}
+	}
+}
+static void send_failed(u64 id)
+{
+	static struct { u32 stage, err, len; char text[TEXT_MAX]; } b;
+	b.stage = res.stage;
+	b.err = res.err;
+	b.len = res.len;
+	memcpy(b.text, res.text, res.len);
+	send_frame(T_FAILED, id, &b, 12 + res.len, NULL, 0);
+}
+
+// ---- decoding; the host is trusted, but a slip of it must not make us run wild ----
+
+static u8 *at, *end;
+static int bad;
+
+static u64 num(u32 n)
+{
+	u64 v = 0;
+	if (bad || (u64)(end - at) < n) {
+		bad = 1;
+		return 0;
+	}
+	memcpy(&v, at, n);
+	at += n;
+	return v;
+}
+// str makes the next str a C string in place: it moves over its own length field.
+static char *str(u32 *len)
+{
+	u32 n = (u32)num(4);
+	if (bad || (u64)(end - at) < n) {
+		bad = 1;
+		return "";
+	}
+	char *s = (char *)at - 4;
+	memmove(s, at, n);
+	s[n] = 0;
+	at += n;
+	if (len)
+		*len = n;
+	return s;
+}
+
+static u8 *arena;
+static u64 arena_used;
+
+static void *alloc(u64 n)
+{
+	void *p = arena + arena_used;
+	n = (n + 7) & ~7ul;
+	if (n > ARENA - arena_used)
+		die(1);
+	arena_used += n;
+	return p;
+}
+static void arena_reset(void)
+{
+	if (arena_used > 4096)
+		sys3(__NR_madvise, arena, ARENA, MADV_DONTNEED);
+	else
+		memset(arena, 0, arena_used);
+	arena_used = 0;
+}
+static char **list(u32 *count, u32 extra)
+{
+	u32 n = (u32)num(4);
+	if (bad || n > (u64)(end - at) / 4) {
+		bad = 1;
+		n = 0;
+	}
+	char **l = alloc((n + extra + 1) * 8ul);
+	for (u32 i = 0; i < n; i++)
+		l[i] = str(NULL);
+	l[n] = NULL;
+	*count = n;
+	return l;
+}
+static void *mapped(u64 n)
+{
+	i64 r = sys6(__NR_mmap, 0, (long)n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (r < 0 && r > -4096)
+		die(1);
+	return (void *)r;
+}
+
+// ---- what birth left ----
+
+static int exe = -1;    // this program, for holders
+static int ptsdir = -1; // the sandbox's devpts
+static u32 own_uid;
+static u64 caps;
+static u32 birth_flags;
+static struct { u16 len; void *p; } filter; // sock_fprog
+static char *base_env;                      // strings one after another
+static u32 base_count;
+static struct limit { u32 resource, pad; u64 soft, hard; } *limits;
+static u32 nlimits;
+
+// ---- birth ----
+
+static int root = -1, procdir = -1;
+
+static i64 resolve(int dir, const char *path, u64 flags, u64 how)
+{
+	struct open_how h = {flags | O_CLOEXEC, 0, how};
+	while (*path == '/')
+		path++;
+	return sys4(__NR_openat2, dir, *path ? path : ".", &h, sizeof h);
+}
+static i64 inside(const char *path)
+{
+	return resolve(root, path, O_PATH, RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS);
+}
+static i64 attach(int fd, int target)
+{
+	return sys5(__NR_move_mount, fd, "", target, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH);
+}
+static i64 mount_fd(const char *type, const char *const *opts, u64 attr)
+{
+	i64 r, fs = sys2(__NR_fsopen, type, FSOPEN_CLOEXEC);
+	if (fs < 0)
+		return fs;
+	for (; *opts; opts += 2) {
+		if (opts[1])
+			r = sys5(__NR_fsconfig, fs, FSCONFIG_SET_STRING, opts[0], opts[1], 0);
+		else
+			r = sys5(__NR_fsconfig, fs, FSCONFIG_SET_FLAG, opts[0], NULL, 0);
+		if (r < 0)
+			goto out;
+	}
+	r = sys5(__NR_fsconfig, fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0);
+	if (r >= 0)
+		r = sys3(__NR_fsmount, fs, FSMOUNT_CLOEXEC, attr);
+out:
+	sys1(__NR_close, fs);
+	return r;
+}
+// copy clones a mount at fd, read-only where asked, and attaches it at target.
+static i64 copy(int fd, int target, int ro)
+{
+	i64 t = sys3(__NR_open_tree, fd, "", OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH), r = 0;
+	if (t < 0)
+		return t;
+	if (ro) {
+		struct mount_attr a = {MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, 0, 0, 0};
+		r = sys5(__NR_mount_setattr, t, "", AT_EMPTY_PATH, &a, sizeof a);
+	}
+	if (r >= 0)
+		r = attach((int)t, target);
+	sys1(__NR_close, t);
+	return r;
+}
+static i64 op_mask(const char *path)
+{
+	static int null = -1, empty = -1;
+	struct statx st;
+	i64 r, t = inside(path);
+	if (t == -ENOENT || t == -ENOTDIR)
+		return 0;
+	if (t < 0)
+		return t;
+	r = sys5(__NR_statx, t, "", AT_EMPTY_PATH | AT_NO_AUTOMOUNT, STATX_TYPE, &st);
+	if (r < 0)
+		goto out;
+	if ((st.stx_mode & S_IFMT) == S_IFDIR) {
+		// The shared read-only /dev has an empty folder for mqueue; a tmpfs of its own would be one more superblock.
+		if (empty < 0)
+			empty = (int)inside("/dev/mqueue");
+		if (empty < 0) {
+			const char *o[] = {"size", "4k", "nr_inodes", "1", "mode", "0555", NULL};
+			empty = (int)mount_fd("tmpfs", o, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+		}
+		r = empty < 0 ? empty : copy(empty, (int)t, 1);
+	} else {
+		if (null < 0)
+			null = (int)inside("/dev/null");
+		r = null < 0 ? null : copy(null, (int)t, 0);
+	}
+out:
+	sys1(__NR_close, t);
+	return r;
+}
+static i64 set_caps(u64 permitted, u64 effective)
+{
+	struct __user_cap_header_struct h = {_LINUX_CAPABILITY_VERSION_3, 0};
+	struct __user_cap_data_struct d[2] = {{(u32)effective, (u32)permitted, 0}, {(u32)(effective >> 32), (u32)(permitted >> 32), 0}};
+	return sys2(__NR_capset, &h, d);
+}
+static u64 all_caps;
+
+static i64 op_userns(int fd)
+{
+	i64 r;
+	if ((r = sys2(__NR_setgroups, 0, NULL)) < 0 || (r = sys2(__NR_prctl, PR_SET_KEEPCAPS, 1)) < 0 ||
+	    (r = sys3(__NR_setresgid, own_uid, own_uid, own_uid)) < 0 || (r = sys3(__NR_setresuid, own_uid, own_uid, own_uid)) < 0)
+		return r;
+	// A host may lack capabilities itself (CAP_SYS_RESOURCE here): keep what there is.
+	struct __user_cap_header_struct h = {_LINUX_CAPABILITY_VERSION_3, 0};
+	struct __user_cap_data_struct d[2];
+	if ((r = sys2(__NR_capget, &h, d)) < 0)
+		return r;
+	u64 have = d[0].permitted | (u64)d[1].permitted << 32;
+	if ((r = set_caps(have, have)) < 0)
+		return r;
+	if ((r = sys2(__NR_setns, fd, CLONE_NEWUSER)) < 0)
+		return r;
+	if ((r = sys2(__NR_capget, &h, d)) < 0)
+		return r;
+	all_caps = d[0].permitted | (u64)d[1].permitted << 32;
+	for (int c = 0; c < 64; c++)
+		if (!(caps >> c & 1) && sys2(__NR_prctl, PR_CAPBSET_READ, c) == 1 && (r = sys2(__NR_prctl, PR_CAPBSET_DROP, c)) < 0)
+			return r;
+	return sys2(__NR_prctl, PR_SET_DUMPABLE, 0);
+}
+
+// field returns the next NUL separated field of an op, "" after the last.
+static char *field(char **p, char *stop)
+{
+	char *s = *p;
+	if (s >= stop)
+		return "";
+	*p = s + strlen(s) + 1;
+	return s;
+}
+static int fdarg(const char *s)
+{
+	i64 n = number(s);
+	return n < 0 || n >= nfds ? -1 : fds[n];
+}
+static i64 op(char *verb, char *p, char *stop)
+{
+	char *a = field(&p, stop), *b = field(&p, stop);
+	i64 r, t;
+	if (eq(verb, "private"))
+		return sys5(__NR_mount, NULL, "/", NULL, (1ul << 18 | 1ul << 14) /* MS_PRIVATE|MS_REC */, NULL);
+	if (eq(verb, "netns"))
+		return sys2(__NR_setns, fdarg(a), CLONE_NEWNET);
+	if (eq(verb, "root")) {
+		// On top of "/": no folder of the host is needed, and pivot_root(".", ".") puts it underneath.
+		int fd = fdarg(a);
+		if ((r = sys5(__NR_move_mount, fd, "", AT_FDCWD, "/", MOVE_MOUNT_F_EMPTY_PATH)) < 0)
+			return r;
+		return root = (int)sys3(__NR_fcntl, fd, 1030 /* F_DUPFD_CLOEXEC */, 4);
+	}
+	if (eq(verb, "hostname"))
+		return sys2(__NR_sethostname, a, strlen(a));
+	if (eq(verb, "sysctl")) {
+		if ((t = resolve(procdir, a, O_WRONLY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV)) < 0)
+			return t;
+		r = sys3(__NR_write, t, b, strlen(b));
+		sys1(__NR_close, t);
+		return r;
+	}
+	if (eq(verb, "userns"))
+		return op_userns(fdarg(a));
+	if (eq(verb, "pivot")) {
+		if ((r = sys1(__NR_fchdir, root)) < 0 || (r = sys2(__NR_pivot_root, ".", ".")) < 0 || (r = sys2(__NR_umount2, ".", 2 /* MNT_DETACH */)) < 0)
+			return r;
+		return sys1(__NR_chdir, "/");
+	}
+	if (eq(verb, "mask"))
+		return op_mask(a);
+	if (eq(verb, "move")) {
+		if ((t = inside(b)) < 0)
+			return t;
+		r = attach(fdarg(a), (int)t);
+		sys1(__NR_close, t);
+		return r;
+	}
+	if (eq(verb, "ro")) {
+		if ((t = inside(a)) < 0)
+			return t;
+		r = copy((int)t, (int)t, 1);
+		sys1(__NR_close, t);
+		return r;
+	}
+	if (eq(verb, "proc") || eq(verb, "devpts")) {
+		int pts = verb[0] == 'd';
+		const char *po[] = {NULL}, *to[] = {"newinstance", NULL, "mode", "620", "ptmxmode", "666", "gid", b, NULL};
+		if (pts && !*b)
+			to[6] = NULL;
+		i64 m = mount_fd(pts ? "devpts" : "proc", pts ? to : po, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC | (pts ? 0 : MOUNT_ATTR_NODEV));
+		if (m < 0)
+			return m;
+		if ((t = inside(a)) < 0)
+			return t;
+		r = attach((int)m, (int)t);
+		sys1(__NR_close, t);
+		if (pts)
+			ptsdir = (int)m;
+		else
+			procdir = (int)m;
+		return r;
+	}
+	return -EINVAL;
+}
+
+static void birth(void)
+{
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	fail(S_BIRTH, EINVAL);
+	if (num(4) != 1) {
+		say("BIRTH of another version");
+		goto failed;
+	}
+	own_uid = (u32)num(4);
+	u32 nops = (u32)num(4), len;
+	if (bad || nops > 256)
+		goto malformed;
+	char **ops = alloc(nops * 8ul + 8);
+	u32 *lens = alloc(nops * 4ul + 8);
+	for (u32 i = 0; i < nops; i++)
+		ops[i] = str(&lens[i]);
+	char *f = str(&len);
+	caps = num(8);
+	birth_flags = (u32)num(4);
+	char **env = list(&base_count, 0);
+	nlimits = (u32)num(4);
+	if (bad || nlimits > 32 || len % 8 || len / 8 > 4096)
+		goto malformed;
+	// One mapping for what stays.
+	u64 size = len + nlimits * sizeof *limits + 1;
+	for (u32 i = 0; i < base_count; i++)
+		size += strlen(env[i]) + 1;
+	u8 *keep = mapped(size);
+	filter.len = (u16)(len / 8);
+	filter.p = memcpy(keep, f, len);
+	keep += len;
+	limits = (void *)keep;
+	for (u32 i = 0; i < nlimits; i++) {
+		limits[i].resource = (u32)num(4);
+		limits[i].soft = num(8);
+		limits[i].hard = num(8);
+	}
+	keep += nlimits * sizeof *limits;
+	base_env = (char *)keep;
+	for (u32 i = 0; i < base_count; i++) {
+		u64 n = strlen(env[i]) + 1;
+		memcpy(keep, env[i], n);
+		keep += n;
+	}
+	if (bad || at != end)
+		goto malformed;
+	for (u32 i = 0; i < nops; i++) {
+		char *p = ops[i], *stop = p + lens[i], *verb = field(&p, stop);
+		i64 r = op(verb, p, stop);
+		if (r < 0) {
+			fail(S_BIRTH, (u32)-r);
+			say("birth:");
+			for (p = ops[i]; p < stop;) {
+				say(" ");
+				sayq(field(&p, stop));
+			}
+			say(": ");
+			sayerr(r);
+			goto failed;
+		}
+	}
+	if (root >= 0)
+		sys1(__NR_close, root);
+	if (procdir >= 0)
+		sys1(__NR_close, procdir);
+	i64 null = sys4(__NR_openat, AT_FDCWD, "/dev/null", O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
+	if (null >= 0) {
+		for (int i = 0; i < 3; i++)
+			sys2(__NR_dup2, null, i);
+		sys1(__NR_close, null);
+	}
+	done_frame();
+	arena_reset();
+	u32 hello[2] = {1, 7};
+	send_frame(T_HELLO, 0, hello, 8, NULL, 0);
+	return;
+malformed:
+	fail(S_BIRTH, EINVAL);
+	say("malformed BIRTH");
+failed:
+	send_failed(0);
+	die(1);
+}
+
+// ---- users ----
+
+struct user {
+	u32 uid, gid, ngroups;
+	char *name, *home;
+	u32 groups[MAX_GROUPS];
+};
+
+// slurp reads a file of the image. NULL: absent, not regular, or unreadable.
+static char *slurp(const char *path)
+{
+	struct statx st;
+	i64 fd = resolve(AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY, RESOLVE_NO_MAGICLINKS);
+	if (fd < 0)
+		return NULL;
+	char *b = NULL;
+	if (sys5(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG)
+		goto out;
+	b = mapped(FILE_MAX + 1);
+	u64 n = 0;
+	while (n < FILE_MAX) {
+		i64 r = sys3(__NR_read, fd, b + n, FILE_MAX - n);
+		if (r <= 0)
+			break;
+		n += (u64)r;
+	}
+	if (n == FILE_MAX) // cut: the last line may not be whole
+		while (n && b[n - 1] != '\n')
+			n--;
+	b[n] = 0;
+out:
+	sys1(__NR_close, fd);
+	return b;
+}
+static void unslurp(char *b)
+{
+	if (b)
+		sys2(__NR_munmap, b, FILE_MAX + 1);
+}
+// row cuts the next line of *p into n fields at ':' (missing ones are ""); 0 at the end. A NUL in the file ends it.
+static int row(char **p, char **f, int n)
+{
+	char *s = *p;
+	if (!*s)
+		return 0;
+	for (int i = 0; i < n; i++) {
+		f[i] = s;
+		while (*s && *s != '\n' && (*s != ':' || i == n - 1))
+			s++;
+		char c = *s;
+		*s = 0;
+		if (c)
+			s++;
+		if (c != ':') {
+			char *e = c ? s - 1 : s;
+			for (i++; i < n; i++)
+				f[i] = e;
+			if (!c) {
+				*p = e;
+				return 1;
+			}
+			*p = s;
+			return 1;
+		}
+	}
+	*p = s;
+	return 1;
+}
+static char *keep(const char *s)
+{
+	u64 n = strlen(s) + 1;
+	return memcpy(alloc(n), s, n);
+}
+static int member(char *l, const char *name)
+{
+	while (*l) {
+		char *s = l;
+		while (*l && *l != ',')
+			l++;
+		int last = !*l;
+		*l = 0;
+		if (eq(s, name))
+			return 1;
+		if (last)
+			return 0;
+		l++;
+	}
+	return 0;
+}
+
+static int find_user(struct user *u, char *want)
+{
+	char *group = NULL, *f[7], *p;
+	u->uid = u->gid = u->ngroups = 0;
+	u->name = NULL;
+	u->home = "/";
+	for (char *s = want; *s; s++)
+		if (*s == ':') {
+			*s = 0;
+			group = s + 1;
+			break;
+		}
+	if (!*want)
+		want = "0";
+	i64 id = number(want);
+	char *passwd = slurp("/etc/passwd");
+	int found = 0;
+	// A name goes before a number, as for chown(1): a user may be called 1000.
+	for (int pass = 0; pass < 2 && passwd && !found; pass++) {
+		if (pass == 1 && id < 0)
+			break;
+		for (p = passwd; *p && !found;) {
+			// The cut writes NULs, so each pass works on a line of its own.
+			char *e = p, line[1024];
+			while (*e && *e != '\n')
+				e++;
+			u64 n = (u64)(e - p);
+			if (n >= sizeof line) {
+				p = *e ? e + 1 : e;
+				continue;
+			}
+			memcpy(line, p, n);
+			line[n] = 0;
+			p = *e ? e + 1 : e;
+			char *q = line;
+			if (!row(&q, f, 7) || !*f[0])
+				continue;
+			i64 uid = number(f[2]), gid = number(f[3]);
+			if (uid < 0 || gid < 0 || (pass == 0 ? !eq(f[0], want) : uid != id))
+				continue;
+			u->uid = (u32)uid;
+			u->gid = (u32)gid;
+			u->name = keep(f[0]);
+			if (f[5][0] == '/')
+				u->home = keep(f[5]);
+			found = 1;
+		}
+	}
+	unslurp(passwd);
+	if (!found) {
+		if (id < 0 && eq(want, "root")) // an image without a passwd file still has a root
+			id = 0;
+		if (id < 0) {
+			fail(S_USER, ENOENT);
+			say("user "), sayq(want), say(": not in /etc/passwd");
+			return -1;
+		}
+		u->uid = (u32)id;
+		if (id == 0)
+			u->name = "root", u->home = "/root";
+	}
+	i64 gid = group ? number(group) : -1;
+	if (group && !*group) {
+		fail(S_USER, EINVAL);
+		say("user "), sayq(want), say(":: the group is empty");
+		return -1;
+	}
+	char *groups = group || u->name ? slurp("/etc/group") : NULL;
+	int got = 0;
+	for (p = groups; p && *p;) {
+		if (!row(&p, f, 4))
+			break;
+		i64 g = number(f[2]);
+		if (g < 0)
+			continue;
+		if (group) {
+			if (eq(f[0], group)) {
+				u->gid = (u32)g;
+				got = 1;
+				break;
+			}
+		} else if (u->name && g < MAX_ID && g != u->gid && u->ngroups < MAX_GROUPS - 1 && member(f[3], u->name))
+			u->groups[u->ngroups++] = (u32)g;
+	}
+	unslurp(groups);
+	if (group && !got) {
+		if (gid < 0) {
+			fail(S_USER, ENOENT);
+			say("group "), sayq(group), say(": not in /etc/group");
+			return -1;
+		}
+		u->gid = (u32)gid;
+	}
+	if (u->uid >= MAX_ID || u->gid >= MAX_ID) {
+		fail(S_USER, EINVAL);
+		say("user "), sayn(u->uid, 10), say(":"), sayn(u->gid, 10), say(": outside the sandbox's 65536 ids");
+		return -1;
+	}
+	u->groups[u->ngroups++] = u->gid;
+	return 0;
+}
+
+// ---- commands ----
+
+static struct command { u64 id; i32 pid; u32 pad; } commands[MAX_COMMANDS];
+static u32 ncommands;
+
+struct start {
+	u64 id;
+	u32 flags;
+	int in[3], slave, nolistener;
+	char *cwd;
+	int home; // cwd is the home, not asked for
+	char **argv, **env;
+	u32 argc;
+	const char *path;
+	struct user *u;
+};
+
+static void child_fail(void) __attribute__((noreturn));
+static void child_fail(void)
+{
+	for (;;)
+		sys1(__NR_exit_group, 127);
+}
+static void child_die(u32 stage, i64 r, const char *what)
+{
+	fail(stage, (u32)-r);
+	say(what), say(": "), sayerr(r);
+	child_fail();
+}
+
+static const char *machine(u32 m)
+{
+	switch (m) {
+	case 3: return "i386";
+	case 8: return "mips";
+	case 20: return "powerpc";
+	case 21: return "powerpc64";
+	case 22: return "s390x";
+	case 40: return "arm";
+	case 62: return "x86_64";
+	case 183: return "aarch64";
+	case 243: return "riscv";
+	case 258: return "loongarch";
+	}
+	return NULL;
+}
+
+// explain says why exec of a program that is there failed. It runs as the command's user.
+static void explain(const char *path, i64 r)
+{
+	static char b[4096];
+	struct statx st;
+	i64 n = 0;
+	fail(r == -ENOENT || r == -EACCES || r == -EISDIR ? S_PROGRAM : S_EXEC, (u32)-r);
+	say("program "), sayq(path), say(": ");
+	i64 s = sys5(__NR_statx, AT_FDCWD, path, 0, STATX_TYPE | STATX_MODE, &st);
+	if (s < 0) {
+		sayerr(s == -ENOENT ? r : s);
+		return;
+	}
+	if ((st.stx_mode & S_IFMT) == S_IFDIR) {
+		res.stage = S_PROGRAM;
+		res.err = EISDIR;
+		say("is a folder");
+		return;
+	}
+	if (r == -EACCES) {
+		if ((st.stx_mode & S_IFMT) != S_IFREG) {
+			say("is not a regular file");
+			return;
+		}
+		if (!(st.stx_mode & 0111)) {
+			say("not executable (mode 0"), sayn(st.stx_mode & 07777, 8), say(")");
+			return;
+		}
+	}
+	i64 fd = (st.stx_mode & S_IFMT) == S_IFREG ? sys4(__NR_openat, AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0) : -1;
+	if (fd >= 0)
+		n = sys3(__NR_read, fd, b, sizeof b - 1);
+	if (n < 0)
+		n = 0;
+	b[n] = 0;
+	if (n > 2 && b[0] == '#' && b[1] == '!' && (r == -ENOENT || r == -EACCES || r == -ENOTDIR || r == -ELOOP || r == -ENOEXEC)) {
+		char *i = b + 2, *e;
+		while (*i == ' ' || *i == '\t')
+			i++;
+		for (e = i; *e && *e != ' ' && *e != '\t' && *e != '\n'; e++)
+			;
+		char after = *e;
+		*e = 0;
+		say("its interpreter "), sayq(i), say(": ");
+		if (r == -ENOENT)
+			say("not found");
+		else
+			sayerr(r);
+		if (e > i && e[-1] == '\r')
+			say(" (the script's lines end with a carriage return)");
+		(void)after;
+		return;
+	}
+	if (n >= 20 && !memcmp(b, "\177ELF", 4)) {
+		u32 m = (u8)b[18] | (u32)(u8)b[19] << 8;
+		if (m != ELF_MACHINE || b[4] != 2) {
+			const char *name = machine(m);
+			res.stage = S_EXEC;
+			say("built for ");
+			if (name)
+				say(name);
+			else
+				say("machine "), sayn(m, 10);
+			if (m == ELF_MACHINE)
+				say(" with 32-bit pointers");
+			say(", this is " MACHINE_NAME);
+			return;
+		}
+		if (r == -ENOENT && n >= 64) {
+			u64 off = *(u64 *)(b + 32);
+			u32 size = *(u16 *)(b + 54), k = *(u16 *)(b + 56);
+			for (u32 i = 0; i < k && size >= 56 && off + size <= (u64)n; i++, off += size)
+				if (*(u32 *)(b + off) == 3) {
+					u64 o = *(u64 *)(b + off + 8), l = *(u64 *)(b + off + 32);
+					if (o < (u64)n && l < (u64)n - o) {
+						b[o + l] = 0;
+						say("its loader "), sayq(b + o), say(": not found");
+						return;
+					}
+				}
+		}
+		sayerr(r);
+		return;
+	}
+	if (r == -ENOEXEC) {
+		say(n ? "exec format error: neither an ELF program nor a script with #!" : "exec format error: the file is empty");
+		return;
+	}
+	sayerr(r);
+}
+
+static void too_big(struct start *s)
+{
+	fail(S_EXEC, E2BIG);
+	say("program "), sayq(s->argv[0]), say(": ");
+	for (int e = 0; e < 2; e++) {
+		char **l = e ? s->env : s->argv;
+		for (u32 i = 0; l[i]; i++) {
+			u64 n = strlen(l[i]) + 1;
+			if (n > 131072) {
+				say(e ? "environment entry " : "argument "), sayn(i, 10), say(" has ");
+				sayn(n - 1, 10), say(" octets; with its end at most 131072 are allowed");
+				return;
+			}
+		}
+	}
+	say("arguments and environment together are too long");
+}
+
+static void run(struct start *s)
+{
+	i64 r, seen = 0;
+	const char *name = s->argv[0];
+	if (find(name, '/')) {
+		r = sys3(__NR_execve, name, s->argv, s->env);
+		if (r == -E2BIG)
+			too_big(s);
+		else if (r == -ENOENT || r == -ENOTDIR) {
+			struct statx st;
+			if (sys5(__NR_statx, AT_FDCWD, name, 0, STATX_TYPE, &st) < 0) {
+				fail(S_PROGRAM, (u32)-r);
+				say("program "), sayq(name), say(": "), sayerr(r);
+			} else
+				explain(name, r);
+		} else
+			explain(name, r);
+		return;
+	}
+	static char full[4096 + 256], denied[4096 + 256];
+	u64 nl = strlen(name);
+	const char *p = s->path;
+	for (; *name;) {
+		const char *e = p;
+		while (*e && *e != ':')
+			e++;
+		u64 n = (u64)(e - p);
+		if (n + nl + 2 <= sizeof full) {
+			memcpy(full, p, n);
+			if (!n)
+				full[n++] = '.';
+			full[n++] = '/';
+			memcpy(full + n, name, nl + 1);
+			r = sys3(__NR_execve, full, s->argv, s->env);
+			if (r == -E2BIG) {
+				too_big(s);
+				return;
+			}
+			if (r == -ENOENT) {
+				struct statx st;
+				// Present, yet not found: its interpreter or loader is missing.
+				if (sys5(__NR_statx, AT_FDCWD, full, 0, STATX_TYPE, &st) >= 0) {
+					explain(full, r);
+					return;
+				}
+			} else if (r == -EACCES || r == -EISDIR) {
+				struct statx st;
+				if (!seen && sys5(__NR_statx, AT_FDCWD, full, 0, STATX_TYPE, &st) >= 0 && (st.stx_mode & S_IFMT) != S_IFDIR) {
+					seen = r;
+					memcpy(denied, full, n + nl + 1);
+				}
+			} else if (r != -ENOTDIR && r != -ENAMETOOLONG && r != -ELOOP) {
+				explain(full, r);
+				return;
+			}
+		}
+		if (!*e)
+			break;
+		p = e + 1;
+	}
+	if (seen) {
+		explain(denied, seen);
+		return;
+	}
+	fail(S_PROGRAM, ENOENT);
+	say("program "), sayq(name), say(": not found in PATH ("), sayq(s->path), say(")");
+}
+
+static void child(void *arg)
+{
+	struct start *s = arg;
+	struct user *u = s->u;
+	i64 r;
+	sys0(__NR_setsid);
+	if (s->slave >= 0) {
+		if ((r = sys3(__NR_ioctl, s->slave, TIOCSCTTY, 0)) < 0)
+			child_die(S_TERMINAL, r, "controlling terminal");
+		s->in[0] = s->in[1] = s->in[2] = s->slave;
+	}
+	for (int i = 0; i < 3; i++)
+		if (s->in[i] >= 0 && (r = sys2(__NR_dup2, s->in[i], i)) < 0)
+			child_die(S_EXEC, r, "standard descriptors");
+	if (s->flags & START_CGROUPNS && (r = sys1(__NR_unshare, CLONE_NEWCGROUP)) < 0)
+		child_die(S_CGROUP, r, "cgroup namespace");
+	for (u32 i = 0; i < nlimits; i++) {
+		u64 old[2], want[2] = {limits[i].soft, limits[i].hard};
+		if (sys4(__NR_prlimit64, 0, limits[i].resource, NULL, old) < 0)
+			continue;
+		if (want[1] > old[1])
+			want[1] = old[1];
+		if (want[0] > want[1])
+			want[0] = want[1];
+		if ((r = sys4(__NR_prlimit64, 0, limits[i].resource, want, NULL)) < 0)
+			child_die(S_CONFINE, r, "resource limit");
+	}
+	if (birth_flags & 1 && (r = sys5(__NR_prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) < 0)
+		child_die(S_CONFINE, r, "no_new_privs");
+	// The filter before the credentials: without no_new_privs it takes CAP_SYS_ADMIN here. It lets the rest pass.
+	if (filter.len && !(s->flags & START_NOFILTER)) {
+		u64 f = SECCOMP_FILTER_FLAG_SPEC_ALLOW | (s->flags & START_NOTIFY ? SECCOMP_FILTER_FLAG_NEW_LISTENER : 0);
+		if ((r = sys3(__NR_seccomp, SECCOMP_SET_MODE_FILTER, f, &filter)) < 0)
+			child_die(S_CONFINE, r, "seccomp filter");
+		if (s->flags & START_NOTIFY) {
+			int l = (int)r; // the parent sleeps, so the stream is ours
+			send_frame(T_LISTENER, s->id, NULL, 0, &l, 1);
+		}
+	}
+	int last = 3;
+	if (s->flags & START_HOLDER) {
+		// The socket is descriptor 3, this program 4.
+		int hold = (int)sys3(__NR_fcntl, fds[nfds - 1], 1030, 5), self = (int)sys3(__NR_fcntl, exe, 1030, 5);
+		if (hold < 0 || self < 0)
+			child_die(S_EXEC, hold < 0 ? hold : self, "holder's descriptors");
+		sys2(__NR_dup2, hold, 3);
+		sys3(__NR_dup3, self, 4, O_CLOEXEC);
+		last = 5;
+	}
+	sys3(__NR_close_range, last, ~0u, 0);
+	if ((r = sys2(__NR_setgroups, u->ngroups, u->groups)) < 0 || (r = sys3(__NR_setresgid, u->gid, u->gid, u->gid)) < 0 ||
+	    (r = sys3(__NR_setresuid, u->uid, u->uid, u->uid)) < 0) {
+		fail(S_USER, (u32)-r);
+		say("user "), sayn(u->uid, 10), say(":"), sayn(u->gid, 10), say(": "), sayerr(r);
+		child_fail();
+	}
+	u64 c = u->uid ? 0 : caps & all_caps;
+	if ((r = set_caps(c, c)) < 0)
+		child_die(S_CONFINE, r, "capabilities");
+	sys1(__NR_umask, 022);
+	u64 none = 0;
+	sys4(__NR_rt_sigprocmask, SIG_SETMASK, &none, NULL, 8);
+	r = sys1(__NR_chdir, s->cwd);
+	if (r >= 0) {
+		static char where[4096];
+		// A folder whose way to the root is cut (a descriptor's, a detached mount's) is none of the sandbox's.
+		i64 n = sys2(__NR_getcwd, where, sizeof where);
+		if (n > 0 && where[0] != '/')
+			r = -ENOENT;
+	}
+	if (r < 0 && s->home)
+		r = sys1(__NR_chdir, "/");
+	if (r < 0) {
+		fail(S_CWD, (u32)-r);
+		say("cwd "), sayq(s->cwd), say(": "), sayerr(r);
+		if (r == -EACCES)
+			say(" for uid "), sayn(u->uid, 10);
+		child_fail();
+	}
+	res.execing = 1;
+	if (s->flags & START_HOLDER) {
+		if ((r = sys5(__NR_execveat, 4, "", s->argv, s->env, AT_EMPTY_PATH)) < 0)
+			child_die(S_EXEC, r, "holder");
+	} else
+		run(s);
+	res.execing = 0;
+	child_fail();
+}
+
+static int named(const char *e, const char *name)
+{
+	u64 n = strlen(name);
+	return !memcmp(e, name, n) && e[n] == '=';
+}
+static char *join(const char *name, const char *v)
+{
+	u64 n = strlen(name), m = strlen(v);
+	char *s = alloc(n + m + 2);
+	memcpy(s, name, n);
+	s[n] = '=';
+	memcpy(s + n + 1, v, m + 1);
+	return s;
+}
+
+// environment: START's entries (the last of a name wins), BIRTH's of other names, and what a login would have set.
+static char **environment(char **mine, u32 n, struct user *u, int terminal, const char **path)
+{
+	const char *defaults[5][2] = {{"PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}, {"HOME", u->home},
+		{"USER", u->name}, {"LOGNAME", u->name}, {"TERM", terminal ? "xterm-256color" : NULL}};
+	char **l = alloc((n + base_count + 6) * 8ul), *b = base_env;
+	u32 k = 0;
+	for (u32 i = 0; i < n; i++) {
+		const char *e = find(mine[i], '=');
+		if (!e || e == mine[i]) {
+			fail(S_EXEC, EINVAL);
+			say("environment entry "), sayn(i, 10), say(" ("), sayq(mine[i]), say("): no name before '='");
+			return NULL;
+		}
+	}
+	for (u32 i = 0; i < base_count; i++, b += strlen(b) + 1)
+		l[k++] = b;
+	u32 nb = k;
+	for (u32 i = 0; i < n; i++) {
+		u64 w = (u64)(find(mine[i], '=') - mine[i]) + 1;
+		u32 j = 0;
+		// Names are few where this is quadratic: a request's own duplicates are its affair beyond 64 entries.
+		u32 upto = n > 64 ? nb : k;
+		for (; j < upto; j++)
+			if (!memcmp(l[j], mine[i], w))
+				break;
+		if (j < upto)
+			l[j] = mine[i];
+		else
+			l[k++] = mine[i];
+	}
+	for (int d = 0; d < 5; d++) {
+		u32 j = 0;
+		for (; j < k; j++)
+			if (named(l[j], defaults[d][0]))
+				break;
+		if (j == k && defaults[d][1])
+			l[k++] = join(defaults[d][0], defaults[d][1]);
+	}
+	l[k] = NULL;
+	*path = "";
+	for (u32 j = 0; j < k; j++)
+		if (named(l[j], "PATH"))
+			*path = l[j] + 5;
+	return l;
+}
+
+static int terminal(struct start *s, u16 rows, u16 cols, int *master)
+{
+	struct user *u = s->u;
+	struct { u16 r, c, x, y; } ws = {rows ? rows : 24, cols ? cols : 80, 0, 0};
+	int zero = 0;
+	i64 m, r;
+	// A terminal belongs to whoever opens it: open it as the command's user.
+	sys1(__NR_setfsgid, u->gid);
+	sys1(__NR_setfsuid, u->uid);
+	m = resolve(ptsdir, "ptmx", O_RDWR | O_NOCTTY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV);
+	sys1(__NR_setfsuid, own_uid);
+	sys1(__NR_setfsgid, own_uid);
+	set_caps(all_caps, all_caps);
+	r = m;
+	if (m < 0)
+		goto failed;
+	if ((r = sys3(__NR_ioctl, m, TIOCSPTLCK, &zero)) < 0 || (r = sys3(__NR_ioctl, m, TIOCSWINSZ, &ws)) < 0 ||
+	    (r = sys3(__NR_ioctl, m, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0) {
+		sys1(__NR_close, m);
+		goto failed;
+	}
+	*master = (int)m;
+	s->slave = (int)r;
+	return 0;
+failed:
+	fail(S_TERMINAL, (u32)-r);
+	say("terminal: "), sayerr(r);
+	return -1;
+}
+
+static void start(void)
+{
+	static struct user u;
+	struct start s = {.in = {-1, -1, -1}, .slave = -1, .u = &u, .id = head.id};
+	int master = -1, cg = -1;
+	u32 nenv;
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	res.stage = res.err = res.len = 0;
+	res.execing = 0;
+	char *user = str(NULL);
+	s.cwd = str(NULL);
+	s.argv = list(&s.argc, 1);
+	char **env = list(&nenv, 0);
+	s.flags = (u32)num(4);
+	u16 rows = (u16)num(2), cols = (u16)num(2);
+	int own = s.flags & START_HOLDER ? 1 : s.flags & START_TERMINAL ? 0 : 3;
+	if (bad || at != end || (nfds != own && nfds != own + 1) || (s.flags & START_HOLDER && s.flags & START_TERMINAL)) {
+		fail(S_EXEC, EINVAL);
+		say("malformed START");
+		goto failed;
+	}
+	if (s.flags & START_HOLDER) {
+		s.argv[0] = "dsec-holder";
+		s.argv[1] = NULL;
+		s.argc = 1;
+	} else if (!s.argc) {
+		fail(S_PROGRAM, EINVAL);
+		say("no program: argv is empty");
+		goto failed;
+	}
+	if (ncommands == MAX_COMMANDS) {
+		fail(S_EXEC, EAGAIN);
+		say("8192 commands run at once");
+		goto failed;
+	}
+	if (nfds == own + 1)
+		cg = fds[0];
+	if (find_user(&u, user) < 0)
+		goto failed;
+	if (!(s.env = environment(env, nenv, &u, s.flags & START_TERMINAL, &s.path)))
+		goto failed;
+	if (!*s.cwd) {
+		s.cwd = u.home;
+		for (char **e = s.env; *e; e++)
+			if (named(*e, "HOME"))
+				s.cwd = *e + 5;
+		s.home = 1;
+	}
+	if (s.flags & START_TERMINAL) {
+		if (terminal(&s, rows, cols, &master) < 0)
+			goto failed;
+	} else if (!(s.flags & START_HOLDER))
+		for (int i = 0; i < 3; i++) {
+			struct statx st;
+			s.in[i] = fds[nfds - 3 + i];
+			// /dev/stdout is opened anew by path: the pipe has to be the user's. It works where the host gave it to the range.
+			if (sys5(__NR_statx, s.in[i], "", AT_EMPTY_PATH, STATX_TYPE | STATX_UID, &st) >= 0 && (st.stx_mode & S_IFMT) == S_IFIFO)
+				sys3(__NR_fchown, s.in[i], u.uid, u.gid);
+		}
+	i32 pidfd = -1;
+	struct clone_args a = {.flags = CLONE_VM | CLONE_VFORK | CLONE_PIDFD | (cg >= 0 ? CLONE_INTO_CGROUP : 0), .pidfd = (u64)&pidfd,
+		.exit_signal = SIGCHLD, .cgroup = cg >= 0 ? (u64)cg : 0};
+	i64 pid = clone_run(&a, sizeof a, child, &s);
+	if (s.slave >= 0)
+		sys1(__NR_close, s.slave);
+	if (pid < 0) {
+		fail(cg >= 0 && pid != -EAGAIN && pid != -ENOMEM ? S_CGROUP : S_EXEC, (u32)-pid);
+		say(res.stage == S_CGROUP ? "start in the command's cgroup: " : "start: "), sayerr(pid);
+		goto failed;
+	}
+	if (!res.stage && !res.execing) {
+		fail(S_EXEC, EINTR);
+		say("killed before its program ran");
+	}
+	if (res.stage) {
+		while (sys4(__NR_wait4, pid, NULL, 0x40000000 /* __WALL */, NULL) == -EINTR)
+			;
+		sys1(__NR_close, pidfd);
+		goto failed;
+	}
+	commands[ncommands].id = head.id;
+	commands[ncommands++].pid = (i32)pid;
+	u32 b[3] = {(u32)pid, u.uid, u.gid};
+	int f[2] = {pidfd, master};
+	send_frame(T_STARTED, head.id, b, 12, f, master >= 0 ? 2 : 1);
+	sys1(__NR_close, pidfd);
+	goto out;
+failed:
+	send_failed(head.id);
+out:
+	if (master >= 0)
+		sys1(__NR_close, master);
+	arena_reset();
+}
+
+static void signal_command(void)
+{
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	i32 sig = (i32)num(4);
+	u32 group = (u32)num(4);
+	if (bad || sig < 0 || sig > 64)
+		return;
+	for (u32 i = 0; i < ncommands; i++)
+		if (commands[i].id == head.id) {
+			sys2(__NR_kill, group ? -commands[i].pid : commands[i].pid, sig);
+			return;
+		}
+}
+
+// reap takes every ended child. Those that are no command were orphans of commands: process 1 is their parent now.
+static void reap(void)
+{
+	struct { i64 us, uu, ss, su, maxrss, rest[13]; } ru;
+	for (;;) {
+		i32 status = 0;
+		i64 pid = sys4(__NR_wait4, -1, &status, 1 | 0x40000000 /* WNOHANG|__WALL */, &ru);
+		if (pid == -EINTR)
+			continue;
+		if (pid <= 0)
+			return;
+		for (u32 i = 0; i < ncommands; i++)
+			if (commands[i].pid == pid) {
+				struct __attribute__((packed)) { i32 status; u64 user, sys, rss; } b =
+					{status, (u64)(ru.us * 1000000 + ru.uu), (u64)(ru.ss * 1000000 + ru.su), (u64)ru.maxrss << 10};
+				u64 id = commands[i].id;
+				commands[i] = commands[--ncommands];
+				send_frame(T_EXITED, id, &b, sizeof b, NULL, 0);
+				break;
+			}
+	}
+}
+
+// holder keeps descriptors for a session's shell. Its memory is its own, from an exec: nothing of process 1 is in it.
+static void holder(void) __attribute__((noreturn));
+static void holder(void)
+{
+	static u32 b[1 + MAX_FDS];
+	for (;;) {
+		read_frame();
+		if (head.type == T_HOLD) {
+			b[0] = (u32)nfds;
+			for (int i = 0; i < nfds; i++)
+				b[i + 1] = (u32)fds[i];
+			nfds = 0;
+			send_frame(T_HELD, head.id, b, 4 + 4 * b[0], NULL, 0);
+		} else if (head.type == T_DROP) {
+			at = body;
+			end = body + head.len;
+			bad = 0;
+			for (u32 n = (u32)num(4); n && !bad; n--) {
+				u32 fd = (u32)num(4);
+				if (!bad && fd > STREAM)
+					sys1(__NR_close, fd);
+			}
+		}
+		done_frame();
+	}
+}
+
+__attribute__((used, noreturn)) void entry(long *sp);
+void entry(long *sp)
+{
+	const char *name = sp[0] ? (const char *)sp[1] : "";
+	sys3(__NR_close_range, STREAM + 1, ~0u, 0);
+	sys3(__NR_fcntl, STREAM, 2 /* F_SETFD */, 1);
+	body = mapped(MAX_BODY + 4096);
+	if (eq(name, "dsec-holder"))
+		holder();
+	arena = mapped(ARENA);
+	exe = (int)sys4(__NR_openat, AT_FDCWD, "/proc/self/exe", O_PATH | O_CLOEXEC, 0);
+	// Whatever the spawner's runtime had set: commands inherit from here.
+	for (int i = 1; i <= 64; i++) {
+		struct { u64 h, f, r, m; } dfl = {0};
+		sys4(__NR_rt_sigaction, i, &dfl, NULL, 8);
+	}
+	u64 chld = 1ul << (SIGCHLD - 1);
+	sys4(__NR_rt_sigprocmask, SIG_SETMASK, &chld, NULL, 8);
+	i64 sfd = sys4(__NR_signalfd4, -1, &chld, 8, 02004000 /* CLOEXEC|NONBLOCK */);
+	sys3(__NR_setpriority, 0, 0, 0);
+	sys1(__NR_umask, 022);
+	read_frame();
+	if (head.type != T_BIRTH)
+		die(1);
+	birth();
+	for (;;) {
+		struct pollfd p[2] = {{STREAM, 1, 0}, {(i32)sfd, 1, 0}};
+		i64 r = sys5(__NR_ppoll, p, 2, NULL, NULL, 8);
+		if (r < 0 && r != -EINTR)
+			die(1);
+		if (p[1].revents) {
+			static u8 info[128];
+			while (sys3(__NR_read, sfd, info, sizeof info) > 0)
+				;
+			reap();
+		}
+		if (p[0].revents) {
+			read_frame();
+			switch (head.type) {
+			case T_START: start(); break;
+			case T_SIGNAL: signal_command(); break;
+			case T_PING: send_frame(T_PONG, head.id, NULL, 0, NULL, 0); break;
+			}
+			done_frame();
+		}
+	}
+}
