@@ -1,0 +1,117 @@
+package layer
+
+import (
+	"encoding/hex"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// ID is a layer's identity: "sha256:" and 64 hexadecimal digits, of the canonical tree.
+type ID string
+
+const idPrefix = "sha256:"
+
+// ParseID checks an ID; the error wraps sandbox.ErrInvalid.
+func ParseID(s string) (ID, error) {
+	h, ok := strings.CutPrefix(s, idPrefix)
+	if b, err := hex.DecodeString(h); !ok || err != nil || len(b) != 32 || strings.ToLower(h) != h {
+		return "", fmt.Errorf("layer id %.80q: want sha256:<64 hexadecimal digits>: %w", s, sandbox.ErrInvalid)
+	}
+	return ID(s), nil
+}
+
+// Hex is the ID without its prefix.
+func (id ID) Hex() string { return strings.TrimPrefix(string(id), idPrefix) }
+
+// Architectures of a layer: those of Go, or AnyArch when it holds no program.
+const AnyArch = "any"
+
+// Form is one way in which a layer is stored.
+type Form struct {
+	Kind   string `json:"kind"`   // FormEROFS
+	Digest string `json:"digest"` // "sha256:<hex>" of the object blobs/<hex>
+	Size   int64  `json:"size"`   // octets
+}
+
+// FormEROFS is one EROFS image with metadata and contents.
+const FormEROFS = "erofs"
+
+// Descriptor describes a layer.
+type Descriptor struct {
+	ID    ID     `json:"id"`
+	Arch  string `json:"arch"` // "amd64", "arm64", ... or "any"
+	Forms []Form `json:"forms"`
+	// Parents are the layers, lowest first, on which a snapshot was taken. It holds only what was changed over them and can
+	// be stacked on nothing else.
+	Parents []ID      `json:"parents,omitempty"`
+	Created time.Time `json:"created"`
+	Source  string    `json:"source,omitempty"` // what it was built from, for people
+	Entries int64     `json:"entries"`          // names in the tree
+	Bytes   int64     `json:"bytes"`            // octets of all contents, each inode once
+}
+
+// Owner is a user and group.
+type Owner struct {
+	UID, GID uint32
+}
+
+// IDMap says that Count ids from Outside are the ids from Inside on.
+type IDMap struct {
+	Outside, Inside, Count uint32
+}
+
+// Limits bound what a build accepts.
+type Limits struct {
+	Entries int64 // names
+	Bytes   int64 // octets of all contents
+	Depth   int   // folders below each other
+	Xattrs  int64 // octets of all attributes
+}
+
+// DefaultLimits hold a machine's worst sensible image.
+var defaultLimits = Limits{Entries: 8 << 20, Bytes: 2 << 40, Depth: 1024, Xattrs: 256 << 20}
+
+func (l Limits) filled() Limits {
+	d := defaultLimits
+	if l.Entries > 0 {
+		d.Entries = l.Entries
+	}
+	if l.Bytes > 0 {
+		d.Bytes = l.Bytes
+	}
+	if l.Depth > 0 {
+		d.Depth = l.Depth
+	}
+	if l.Xattrs > 0 {
+		d.Xattrs = l.Xattrs
+	}
+	return d
+}
+
+// Options direct a build. The zero value is right for most.
+type Options struct {
+	// Parents makes the layer a snapshot over these layers, lowest first; they are part of its ID.
+	Parents []ID
+	// Exclude are paths in the tree ("proc", "etc/resolv.conf") that are left out with all below them.
+	Exclude []string
+	// Owner replaces the owner of every entry.
+	Owner *Owner
+	// Unshift maps the ids found back to those of the tree, where the upper's are shifted.
+	Unshift *IDMap
+	Limits  Limits
+	// Source is kept in the descriptor.
+	Source string
+}
+
+// Built is what a build made.
+type Built struct {
+	ID      ID
+	Arch    string
+	Entries int64
+	Bytes   int64
+	Size    int64    // of the image, octets
+	Skipped []string // the first entries that were left out, each with the reason
+}
