@@ -424,6 +424,8 @@ func (p *proc) finish(stdin string) result {
 	if p.stdin != nil {
 		go func() { io.WriteString(p.stdin, stdin); p.stdin.Close() }()
 	}
+	p.out.SetReadDeadline(time.Now().Add(longest))
+	p.err.SetReadDeadline(time.Now().Add(longest))
 	var out, err []byte
 	var wg sync.WaitGroup
 	wg.Go(func() { out, _ = io.ReadAll(p.out) })
