@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -115,6 +116,13 @@ func newNetwork(cfg NetworkConfig, instance, state string, slots int, log *slog.
 		n.features[k] = v
 	}
 	return n, nil
+}
+
+// told are the features for the doctor and the status.
+func (n *network) told() map[string]string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return maps.Clone(n.features)
 }
 
 // setUp takes the range and lays the rules; the first "open" sandbox and recovery call it. It is idempotent.

@@ -90,3 +90,14 @@ func (s *slots) of(uid uint32) (int, bool) {
 	}
 	return int((uid - s.base) / slotWidth), true
 }
+
+// names are the slots that are held and by whom.
+func (s *slots) names() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []string
+	for n, id := range s.used {
+		out = append(out, fmt.Sprintf("uid slot %d of %s", n, id))
+	}
+	return out
+}

@@ -1,0 +1,503 @@
+package container
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// Config of the driver. Two instances on one machine differ in all of Instance, StateDir, RunDir and the uid range.
+type Config struct {
+	Instance string // names everything on the host: 1 to 32 of a-z 0-9
+	Host     string // identity of the host, for the keeper's log
+	StateDir string // kept over a restart of the machine
+	RunDir   string // gone with it; the keeper's socket and lock lie here
+	// UIDBase is the first host uid for sandboxes, Slots how many there may be at once; zero: the defaults.
+	UIDBase uint32
+	Slots   int
+	// Keeper is the program and the first arguments that make it a keeper; empty: this program with "keeper".
+	Keeper []string
+	// Guest is the file server for Files, which the keeper starts inside; nil refuses Files. The driver does not close it.
+	Guest *os.File
+	// Seccomp is the filter of commands (sock_filter[]); empty installs none.
+	Seccomp []byte
+	// LeaveDynmods leaves the cgroup2 mount as it is, instead of setting favordynmods.
+	LeaveDynmods bool
+	NetnsPool    int // network namespaces kept ready; 0 is the keeper's default
+	// LayerIdle is how long an unused layer stays mounted; 0 is 10 minutes.
+	LayerIdle time.Duration
+	Network   NetworkConfig
+}
+
+var instancePattern = regexp.MustCompile(`^[a-z0-9]{1,32}$`)
+
+func (c *Config) fill() error {
+	if !instancePattern.MatchString(c.Instance) {
+		return fmt.Errorf("instance %q: want 1 to 32 of a-z 0-9: %w", c.Instance, sandbox.ErrInvalid)
+	}
+	if !filepath.IsAbs(c.StateDir) || !filepath.IsAbs(c.RunDir) {
+		return fmt.Errorf("state folder %q, run folder %q: want absolute paths: %w", c.StateDir, c.RunDir, sandbox.ErrInvalid)
+	}
+	if c.UIDBase == 0 {
+		c.UIDBase = DefaultUIDBase
+	}
+	if c.Slots == 0 {
+		c.Slots = DefaultSlots
+	}
+	if c.LayerIdle == 0 {
+		c.LayerIdle = 10 * time.Minute
+	}
+	if len(c.Keeper) == 0 {
+		exe, err := os.Executable()
+		if err != nil {
+			return fmt.Errorf("find the running program: %w", err)
+		}
+		c.Keeper = []string{exe, "keeper"}
+	}
+	return nil
+}
+
+// Layers is what the driver needs of the catalogue.
+type Layers interface {
+	// LayerPath is a layer's EROFS image as a file of this machine.
+	LayerPath(ctx context.Context, id layer.ID) (string, error)
+	// ImportUpper makes a layer of an overlay's upper folder.
+	ImportUpper(ctx context.Context, project, upper string, opt layer.Options) (layer.Descriptor, error)
+}
+
+// Uppers is what the driver needs of the pool of writable folders.
+type Uppers interface {
+	// Create makes an empty upper and work folder with one parent and a limit in octets; of an ID that has one, it is ErrExists.
+	Create(ctx context.Context, id sandbox.ID, limit int64) (upper, work string, err error)
+	// Remove takes an upper away; the slow part may go on in the background. Of an ID that has none, it is no error.
+	Remove(ctx context.Context, id sandbox.ID) error
+	// Usage is what an upper takes, in octets; -1 unknown.
+	Usage(ctx context.Context, id sandbox.ID) (int64, error)
+	// List names all uppers, half-made ones too.
+	List(ctx context.Context) ([]sandbox.ID, error)
+}
+
+// Deps of the driver.
+type Deps struct {
+	Layers Layers
+	Uppers Uppers
+	Log    *slog.Logger
+}
+
+// Backend is the driver. It implements sandbox.Backend.
+type Backend struct {
+	cfg    Config
+	layers Layers
+	uppers Uppers
+	log    *slog.Logger
+	slots  *slots
+	net    *network
+	mounts *layerMounts
+
+	mu      sync.Mutex
+	client  *keeper.Client // nil while there is no connection
+	changed chan struct{}  // closed and replaced when client changes
+	failure error          // why there is none for good: Run has ended
+	boxes   map[sandbox.ID]*instance
+	found   map[sandbox.ID]keeper.Alive // what the keeper held when we came, until taken back or swept
+	swept   bool                        // Sweep was called: unknown events belong to nobody
+	// delivering is set when events were asked for; a new connection asks again.
+	delivering bool
+	keeper     keeper.Info // of the last connection
+}
+
+var _ sandbox.Backend = (*Backend)(nil)
+
+// New makes a driver and probes the kernel for network open. It starts nothing.
+func New(cfg Config, deps Deps) (*Backend, error) {
+	if err := cfg.fill(); err != nil {
+		return nil, fmt.Errorf("container: %w", err)
+	}
+	s, err := newSlots(cfg.UIDBase, cfg.Slots)
+	if err != nil {
+		return nil, fmt.Errorf("container: %w", err)
+	}
+	for _, dir := range []string{cfg.StateDir, cfg.RunDir} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("container: make folder: %w", err)
+		}
+	}
+	n, err := newNetwork(cfg.Network, cfg.Instance, cfg.StateDir, cfg.Slots, deps.Log)
+	if err != nil {
+		return nil, fmt.Errorf("container: %w", err)
+	}
+	return &Backend{
+		cfg: cfg, layers: deps.Layers, uppers: deps.Uppers, log: deps.Log, slots: s, net: n,
+		mounts: newLayerMounts(), changed: make(chan struct{}), boxes: map[sandbox.ID]*instance{},
+	}, nil
+}
+
+// Capabilities of the driver. Features is complete once the keeper has answered.
+func (b *Backend) Capabilities() sandbox.Capabilities {
+	c := sandbox.Capabilities{
+		Backend: "container", Isolation: "medium", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen},
+		Networks: []string{string(sandbox.NetworkNone)}, Snapshot: true, Terminal: true, Sessions: true, Ports: true,
+		Features: b.net.told(),
+	}
+	if b.net.reason == "" {
+		c.Networks = append(c.Networks, string(sandbox.NetworkOpen))
+	} else {
+		c.Features["network_open"] = b.net.reason
+	}
+	if b.cfg.Guest == nil {
+		c.Features["files"] = "no guest program was built"
+	}
+	b.mu.Lock()
+	maps.Copy(c.Features, b.keeper.Features)
+	b.mu.Unlock()
+	return c
+}
+
+// instance returns a living sandbox of ours.
+func (b *Backend) instance(id sandbox.ID) *instance {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.boxes[id]
+}
+
+// register reserves the ID for the instance.
+func (b *Backend) register(x *instance) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.boxes[x.id] != nil {
+		return fmt.Errorf("sandbox %s: %w", x.id, sandbox.ErrExists)
+	}
+	b.boxes[x.id] = x
+	return nil
+}
+
+func (b *Backend) unregister(x *instance) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.boxes[x.id] == x {
+		delete(b.boxes, x.id)
+		delete(b.found, x.id)
+	}
+}
+
+// link is the connection to the keeper; it waits for one within the context.
+func (b *Backend) link(ctx context.Context) (*keeper.Client, error) {
+	for {
+		b.mu.Lock()
+		client, changed, failure := b.client, b.changed, b.failure
+		b.mu.Unlock()
+		if client != nil {
+			return client, nil
+		}
+		if failure != nil {
+			return nil, failure
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("wait for the keeper: %w", ctx.Err())
+		}
+	}
+}
+
+// WaitReady returns when the keeper answers, or why it never will.
+func (b *Backend) WaitReady(ctx context.Context) error {
+	_, err := b.link(ctx)
+	return err
+}
+
+func (b *Backend) setClient(c *keeper.Client, failure error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.client, b.failure = c, failure
+	close(b.changed)
+	b.changed = make(chan struct{})
+}
+
+// Times of Run.
+const (
+	connectBound = 30 * time.Second // a keeper that starts and sweeps what a dead one left
+	tidyEvery    = time.Minute
+	reportBound  = 10 * time.Minute // how long a sink is asked to take the word that a sandbox is lost
+)
+
+// Run holds the connection to the keeper and starts one where there is none, until the context ends; keeper and sandboxes then go
+// on. It returns an error only when the first connection can't be made.
+func (b *Backend) Run(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer b.net.close()
+	wg.Add(1)
+	go func() {
+		defer wg.Done()
+		b.tidy(ctx)
+	}()
+	for first := true; ; {
+		client, err := b.connect(ctx)
+		switch {
+		case ctx.Err() != nil:
+			b.setClient(nil, fmt.Errorf("container: driver has ended: %w", sandbox.ErrState))
+			if client != nil {
+				client.Close()
+			}
+			return nil
+		case err != nil && first:
+			b.setClient(nil, fmt.Errorf("container: %w", err))
+			return fmt.Errorf("container: %w", err)
+		case err != nil:
+			b.log.Error("no keeper", "err", err)
+			select {
+			case <-ctx.Done():
+			case <-time.After(2 * time.Second):
+			}
+			continue
+		}
+		b.took(ctx, client, first, &wg)
+		first = false
+		b.setClient(client, nil)
+		select {
+		case <-ctx.Done():
+		case <-client.Done():
+			b.log.Error("connection to the keeper lost", "err", client.Err())
+		}
+		b.setClient(nil, nil)
+		client.Close()
+	}
+}
+
+// connect dials the keeper and starts one where none answers.
+func (b *Backend) connect(ctx context.Context) (*keeper.Client, error) {
+	ctx, cancel := context.WithTimeout(ctx, connectBound)
+	defer cancel()
+	o := keeper.DialOptions{Host: b.cfg.Host, Guest: b.cfg.Guest, Handler: b}
+	client, err := keeper.Dial(ctx, b.cfg.RunDir, o)
+	if err == nil {
+		return client, nil
+	}
+	// Nobody listens: what a dead one left goes first. A living one that does not answer holds the lock, which is ErrExists.
+	if e := keeper.Sweep(b.cfg.RunDir); e != nil {
+		return nil, fmt.Errorf("keeper does not answer (%w), and its remains can't be removed: %w", err, e)
+	}
+	err = keeper.Spawn(ctx, b.cfg.Keeper[0], b.cfg.Keeper[1:], keeper.Config{
+		Dir: b.cfg.RunDir, Instance: b.cfg.Instance, LeaveDynmods: b.cfg.LeaveDynmods, NetnsPool: b.cfg.NetnsPool,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return keeper.Dial(ctx, b.cfg.RunDir, o)
+}
+
+// took looks at the keeper of a new connection: another one than before means that its sandboxes are gone.
+func (b *Backend) took(ctx context.Context, c *keeper.Client, first bool, wg *sync.WaitGroup) {
+	info := c.Info()
+	b.mu.Lock()
+	same := b.keeper.Pid == info.Pid && b.keeper.Started.Equal(info.Started)
+	b.keeper = info
+	deliver := b.delivering
+	b.mu.Unlock()
+	if !first && !same {
+		b.log.Error("the keeper died; its sandboxes are gone", "keeper", info.Pid)
+		b.keeperLost(ctx, wg)
+	}
+	mounted, err := c.Layers(ctx)
+	if err != nil {
+		b.log.Error("list mounted layers", "err", err)
+	}
+	if first || !same {
+		b.mounts.adopt(mounted)
+	}
+	if first {
+		alive, err := c.List(ctx)
+		if err != nil {
+			b.log.Error("list living sandboxes", "err", err)
+		}
+		b.foundAlive(alive)
+	}
+	if deliver {
+		if err := c.Deliver(ctx); err != nil {
+			b.log.Error("ask for events", "err", err)
+		}
+	}
+}
+
+// foundAlive notes what lives, above all its uid slots, before anything is made.
+func (b *Backend) foundAlive(alive []keeper.Alive) {
+	found := map[sandbox.ID]keeper.Alive{}
+	for _, a := range alive {
+		found[a.ID] = a
+		if n, ok := b.slots.of(a.Birth.UIDBase); ok {
+			if err := b.slots.claim(n, a.ID); err != nil {
+				b.log.Error("two living sandboxes hold one uid slot", "sandbox", a.ID, "err", err)
+			}
+		}
+	}
+	b.mu.Lock()
+	b.found = found
+	b.mu.Unlock()
+}
+
+// keeperLost marks every sandbox as gone and tells the sinks until they take it.
+func (b *Backend) keeperLost(ctx context.Context, wg *sync.WaitGroup) {
+	b.mu.Lock()
+	b.found = nil
+	var lost []*instance
+	for _, x := range b.boxes {
+		lost = append(lost, x)
+	}
+	b.mu.Unlock()
+	for _, x := range lost {
+		if !x.lose() {
+			continue
+		}
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			ctx, cancel := context.WithTimeout(ctx, reportBound)
+			defer cancel()
+			cause := sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "keeper_lost", Detail: "the process that holds the sandboxes of this host died"}
+			for pause := 50 * time.Millisecond; x.sink.Ended(ctx, cause) != nil; pause = min(2*pause, 5*time.Second) {
+				select {
+				case <-ctx.Done():
+					b.log.Error("loss of a sandbox could not be reported", "sandbox", x.id)
+					return
+				case <-time.After(pause):
+				}
+			}
+		}()
+	}
+}
+
+// tidy unmounts layers that nobody used for a while, and tries again what a failed create could not undo.
+func (b *Backend) tidy(ctx context.Context) {
+	t := time.NewTicker(tidyEvery)
+	defer t.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case now := <-t.C:
+			b.mu.Lock()
+			c := b.client
+			b.mu.Unlock()
+			if c != nil {
+				if err := b.mounts.unmountIdle(ctx, c, now.Add(-b.cfg.LayerIdle)); err != nil {
+					b.log.Error("unmount idle layers", "err", err)
+				}
+			}
+			b.retryUndone(ctx)
+		}
+	}
+}
+
+// retryUndone destroys sandboxes whose create failed and whose undo failed too.
+func (b *Backend) retryUndone(ctx context.Context) {
+	b.mu.Lock()
+	var undone []*instance
+	for _, x := range b.boxes {
+		if x.isUndone() {
+			undone = append(undone, x)
+		}
+	}
+	b.mu.Unlock()
+	for _, x := range undone {
+		if err := x.undo.run(ctx); err != nil {
+			b.log.Error("remains of a failed create", "sandbox", x.id, "err", err)
+		}
+	}
+}
+
+// Sweep destroys everything of this instance that belongs to none of the living, and from then on takes events.
+func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
+	c, err := b.link(ctx)
+	if err != nil {
+		return fmt.Errorf("sweep: %w", err)
+	}
+	keep := maps.Clone(living)
+	if keep == nil {
+		keep = map[sandbox.ID]bool{}
+	}
+	slotsInUse := map[int]bool{}
+	b.mu.Lock()
+	for id, x := range b.boxes { // what is being made now too
+		keep[id] = true
+		slotsInUse[x.slot] = true
+	}
+	b.mu.Unlock()
+	var errs []error
+	alive, err := c.List(ctx)
+	if err != nil {
+		errs = append(errs, err)
+	}
+	for _, a := range alive {
+		n, ours := b.slots.of(a.Birth.UIDBase)
+		if keep[a.ID] {
+			slotsInUse[n] = ours
+			continue
+		}
+		if err := c.Destroy(ctx, a.ID); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if ours {
+			b.slots.release(n, a.ID)
+		}
+	}
+	uppers, err := b.uppers.List(ctx)
+	if err != nil {
+		errs = append(errs, fmt.Errorf("list uppers: %w", err))
+	}
+	for _, id := range uppers {
+		if !keep[id] && b.instance(id) == nil {
+			if err := b.uppers.Remove(ctx, id); err != nil {
+				errs = append(errs, fmt.Errorf("remove upper of %s: %w", id, err))
+			}
+		}
+	}
+	errs = append(errs, b.net.sweep(slotsInUse))
+	b.mu.Lock()
+	b.swept, b.delivering, b.found = true, true, nil
+	b.mu.Unlock()
+	errs = append(errs, c.Deliver(ctx))
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("sweep: %w", err)
+	}
+	return nil
+}
+
+// Release takes away what the instance keeps on the host for its sandboxes: the keeper, mounted layers, rules and range of the
+// network. It is refused while sandboxes live.
+func (b *Backend) Release(ctx context.Context) error {
+	b.mu.Lock()
+	n := len(b.boxes)
+	b.mu.Unlock()
+	if n > 0 {
+		return fmt.Errorf("container: %d sandboxes live: %w", n, sandbox.ErrState)
+	}
+	c, err := b.link(ctx)
+	if err != nil {
+		return err
+	}
+	return errors.Join(c.Shutdown(ctx), b.net.release())
+}
+
+// Held names what the driver itself holds for sandboxes: registered ones and uid slots.
+func (b *Backend) Held() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var out []string
+	for id := range b.boxes {
+		out = append(out, "sandbox "+string(id))
+	}
+	return append(out, b.slots.names()...)
+}

@@ -1,0 +1,298 @@
+// Package containertest makes the container driver ready for tests: a root file system of busybox as a layer, a catalogue, a pool
+// of uppers and a driver with a keeper of its own. It needs root and says so by a skip.
+package containertest
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/facts"
+	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
+	"github.com/dsec-dev/dsec/internal/store"
+)
+
+// Main lets the test program be the keeper when it is started as one. Every TestMain of a package that uses [New] calls it first.
+func Main() {
+	if len(os.Args) > 1 && os.Args[1] == "keeper" {
+		os.Exit(keeper.Main(os.Args[2:]))
+	}
+}
+
+// Busybox finds a static busybox.
+func Busybox(t testing.TB) string {
+	t.Helper()
+	for _, p := range []string{"/bin/busybox", "/usr/bin/busybox"} {
+		out, err := exec.Command(p, "--list").Output()
+		if err == nil && len(out) > 0 {
+			return p
+		}
+	}
+	t.Skip("skip: needs a static busybox (package busybox-static)")
+	return ""
+}
+
+// Root writes the root file system that sandboxtest.Root describes into a new folder.
+func Root(t testing.TB) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("skip: needs root")
+	}
+	bb := Busybox(t)
+	dir := t.TempDir()
+	for path, mode := range map[string]os.FileMode{
+		"bin": 0o755, "etc": 0o755, "root": 0o700, "home/alice": 0o755, "srv/base/sub": 0o755, "opt/locked": 0o700, "mnt": 0o755,
+		"tmp": 0o777 | os.ModeSticky, "usr/bin": 0o755,
+	} {
+		do(t, os.MkdirAll(filepath.Join(dir, path), 0o755))
+		do(t, os.Chmod(filepath.Join(dir, path), mode))
+	}
+	do(t, os.Chown(filepath.Join(dir, "home/alice"), 1000, 1000))
+	program, err := os.ReadFile(bb)
+	do(t, err)
+	do(t, os.WriteFile(filepath.Join(dir, "bin/busybox"), program, 0o755))
+	list, err := exec.Command(bb, "--list").Output()
+	do(t, err)
+	for _, name := range strings.Fields(string(list)) {
+		if name != "busybox" {
+			do(t, os.Symlink("busybox", filepath.Join(dir, "bin", name)))
+		}
+	}
+	files := map[string]string{
+		"/etc/passwd": "root:x:0:0:root:/root:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\nnobody:x:65534:65534::/nonexistent:/bin/false\n",
+		"/etc/group":  "root:x:0:\ntty:x:5:\nalice:x:1000:\nnogroup:x:65534:\n",
+	}
+	for path, text := range sandboxtest.Root {
+		files[path] = text
+	}
+	for path, text := range files {
+		do(t, os.WriteFile(filepath.Join(dir, path), []byte(text), 0o644))
+	}
+	do(t, os.Chmod(filepath.Join(dir, "opt/badinterp"), 0o755))
+	return dir
+}
+
+func do(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Env is a driver with all below it.
+type Env struct {
+	Backend   *container.Backend
+	Catalogue *layer.Catalogue
+	Uppers    container.Uppers
+	Layer     string // of Root
+	Config    container.Config
+
+	log  *slog.Logger
+	stop func()
+}
+
+// Options of [New].
+type Options struct {
+	Network container.NetworkConfig
+	Guest   *os.File
+	Config  func(*container.Config) // changes what New chose
+}
+
+var number = struct {
+	sync.Mutex
+	n int
+}{}
+
+// New makes a driver of an instance of its own. At the test's end the keeper is told to end, and everything is removed.
+func New(t testing.TB, o Options) *Env {
+	t.Helper()
+	root := Root(t)
+	dir := t.TempDir()
+	number.Lock()
+	number.n++
+	instance := fmt.Sprintf("t%dx%d", os.Getpid(), number.n)
+	number.Unlock()
+	e := &Env{log: slog.New(slog.NewTextHandler(&lines{t: t}, nil))}
+	s, err := store.NewDir(filepath.Join(dir, "store"))
+	do(t, err)
+	f, err := facts.OpenBolt(filepath.Join(dir, "facts"))
+	do(t, err)
+	t.Cleanup(func() { f.Close() })
+	e.Catalogue = layer.New(f, s)
+	d, err := e.Catalogue.ImportDir(t.Context(), "default", root, layer.Options{Source: "busybox"})
+	do(t, err)
+	e.Layer = string(d.ID)
+	e.Uppers = newUppers(t, filepath.Join(dir, "uppers"))
+	e.Config = container.Config{
+		Instance: instance, Host: "test", StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Slots: 256,
+		Keeper: []string{os.Args[0], "keeper"}, Guest: o.Guest, Network: o.Network,
+	}
+	if o.Config != nil {
+		o.Config(&e.Config)
+	}
+	t.Cleanup(func() { e.end(t) })
+	e.start(t)
+	return e
+}
+
+// start makes a driver and runs it.
+func (e *Env) start(t testing.TB) {
+	t.Helper()
+	b, err := container.New(e.Config, container.Deps{Layers: e.Catalogue, Uppers: e.Uppers, Log: e.log})
+	do(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- b.Run(ctx) }()
+	e.Backend = b
+	e.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("run: %v", err)
+		}
+	})
+	wait, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := b.WaitReady(wait); err != nil {
+		log, _ := os.ReadFile(filepath.Join(e.Config.RunDir, keeper.LogName))
+		t.Fatalf("%v; the keeper says:\n%s", err, log)
+	}
+}
+
+// Restart drops the driver without a farewell and makes another one over the same state.
+func (e *Env) Restart(t testing.TB) sandbox.Backend {
+	t.Helper()
+	e.stop()
+	e.start(t)
+	return e.Backend
+}
+
+func (e *Env) end(t testing.TB) {
+	if e.Backend == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	if err := e.Backend.Sweep(ctx, nil); err != nil {
+		t.Errorf("sweep: %v", err)
+	}
+	if err := e.Backend.Release(ctx); err != nil {
+		t.Errorf("release: %v", err)
+	}
+	e.stop()
+	// The keeper tells that it ends and then does; its lock is free when it has.
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		err := keeper.Sweep(e.Config.RunDir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, sandbox.ErrExists) || time.Now().After(end) {
+			t.Errorf("the keeper does not end: %v", err)
+			break
+		}
+	}
+	if t.Failed() {
+		log, _ := os.ReadFile(filepath.Join(e.Config.RunDir, keeper.LogName))
+		if len(log) > 8<<10 {
+			log = log[len(log)-8<<10:]
+		}
+		t.Logf("the keeper's log:\n%s", log)
+	}
+}
+
+// Suite is what the conformance suite needs.
+func (e *Env) Suite() *sandboxtest.Env {
+	return &sandboxtest.Env{
+		Backend: e.Backend, Host: sandbox.NewHostID(), Layers: []string{e.Layer}, Restart: e.Restart, Left: e.Left,
+	}
+}
+
+// Left names what is on the host for sandboxes of the instance.
+func (e *Env) Left(t testing.TB) []string {
+	t.Helper()
+	var out []string
+	name := "dsec-" + e.Config.Instance
+	for _, top := range cgroupMounts(t) {
+		for _, class := range []string{"ls", "be"} {
+			dirs, _ := os.ReadDir(filepath.Join(top, name, class))
+			for _, d := range dirs {
+				if d.IsDir() {
+					out = append(out, "cgroup "+filepath.Join(top, name, class, d.Name()))
+				}
+			}
+		}
+	}
+	procs, err := os.ReadDir("/proc")
+	do(t, err)
+	for _, p := range procs {
+		groups, err := os.ReadFile(filepath.Join("/proc", p.Name(), "cgroup"))
+		if err == nil && (strings.Contains(string(groups), "/"+name+"/ls/") || strings.Contains(string(groups), "/"+name+"/be/")) {
+			cmd, _ := os.ReadFile(filepath.Join("/proc", p.Name(), "cmdline"))
+			out = append(out, fmt.Sprintf("process %s %q", p.Name(), strings.ReplaceAll(string(cmd), "\x00", " ")))
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	do(t, err)
+	for line := range strings.Lines(string(mounts)) {
+		if strings.Contains(line, e.Config.RunDir) {
+			out = append(out, "mount "+strings.TrimSpace(line))
+		}
+	}
+	links, err := os.ReadDir("/sys/class/net")
+	if err == nil {
+		for _, l := range links {
+			if strings.HasPrefix(l.Name(), "dsec") {
+				out = append(out, "device "+l.Name())
+			}
+		}
+	}
+	ids, err := e.Uppers.List(t.Context())
+	do(t, err)
+	for _, id := range ids {
+		out = append(out, "upper of "+string(id))
+	}
+	out = append(out, e.Backend.Held()...)
+	slices.Sort(out)
+	return out
+}
+
+func cgroupMounts(t testing.TB) []string {
+	t.Helper()
+	f, err := os.Open("/proc/self/mountinfo")
+	do(t, err)
+	defer f.Close()
+	var out []string
+	for s := bufio.NewScanner(f); s.Scan(); {
+		before, after, _ := strings.Cut(s.Text(), " - ")
+		if strings.HasPrefix(after, "cgroup") {
+			out = append(out, strings.Fields(before)[4])
+		}
+	}
+	return out
+}
+
+// lines puts the driver's log into the test's.
+type lines struct {
+	t  testing.TB
+	mu sync.Mutex
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	fmt.Fprintf(os.Stderr, "%s: %s", l.t.Name(), p)
+	return len(p), nil
+}

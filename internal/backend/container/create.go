@@ -1,0 +1,151 @@
+package container
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// handleVersion is the version of the handle's form.
+const handleVersion = 1
+
+// handle is what a restarted daemon needs of a sandbox beyond what the keeper says.
+type handle struct {
+	Version int               `json:"version"`
+	Slot    int               `json:"slot"`
+	Upper   string            `json:"upper"`
+	Mapping string            `json:"mapping"` // "idmap" or "shifted": whose ids the upper holds on disk
+	Ifindex int               `json:"ifindex,omitempty"`
+	Laid    map[string]string `json:"laid,omitempty"` // file that was laid at birth -> sha256
+}
+
+// birthBound is how long a birth may take, whatever became of its request: giving up half-way would leave it to others to find
+// out how far it came.
+const birthBound = 30 * time.Second
+
+// Create makes a sandbox. A request that is given up is seen through to the end of the step under way and then undone.
+func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec, sink sandbox.Sink) (sandbox.Instance, error) {
+	open := spec.Network == sandbox.NetworkOpen
+	if open && b.net.reason != "" {
+		return nil, fmt.Errorf("create %s: %w", id, b.net.refuse())
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("create %s: %w", id, err)
+	}
+	c, err := b.link(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("create %s: %w", id, err)
+	}
+	if err := b.deliverOnce(ctx, c); err != nil {
+		return nil, fmt.Errorf("create %s: %w", id, err)
+	}
+	x := &instance{b: b, id: id, spec: spec, sink: sink, slot: -1, state: creating}
+	if err := b.register(x); err != nil {
+		return nil, fmt.Errorf("create %w", err)
+	}
+	x.undo.push("forget the sandbox", func(context.Context) error { b.unregister(x); return nil })
+	if err := x.make(ctx, c, open); err != nil {
+		x.setState(undone)
+		if e := x.undo.run(ctx); e != nil {
+			// It stays registered, so that its ID and slot are not given again; tidy tries on, and a sweep does.
+			b.log.Error("undo of a failed create", "sandbox", id, "err", e)
+		}
+		return nil, fmt.Errorf("create %s: %w", id, err)
+	}
+	x.setState(living)
+	return x, nil
+}
+
+// deliverOnce asks for events when the first sandbox is made and nobody has swept: a host that had none has nothing to take back.
+func (b *Backend) deliverOnce(ctx context.Context, c *keeper.Client) error {
+	b.mu.Lock()
+	first := !b.swept && !b.delivering
+	b.delivering = true
+	b.mu.Unlock()
+	if !first {
+		return nil
+	}
+	return c.Deliver(ctx)
+}
+
+// make takes what the sandbox needs, in the order that teardown undoes.
+func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err error) {
+	b := x.b
+	if x.slot, err = b.slots.take(x.id); err != nil {
+		return err
+	}
+	x.undo.push("release uid slot", func(context.Context) error { b.slots.release(x.slot, x.id); return nil })
+
+	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, x.id) })
+	upper, work, err := b.uppers.Create(ctx, x.id, x.spec.Resources.Disk)
+	if err != nil {
+		return fmt.Errorf("make upper: %w", err)
+	}
+	x.upper = upper
+
+	if err := b.mounts.acquire(ctx, c, b.layers, x.spec.Layers); err != nil {
+		return err
+	}
+	x.undo.push("release layers", func(context.Context) error { b.mounts.release(x.spec.Layers); return nil })
+
+	birth := &keeper.Birth{
+		ID: x.id, Layers: x.spec.Layers, UpperDir: upper, WorkDir: work, UIDBase: b.slots.uid(x.slot),
+		Hostname: x.spec.Hostname, Resources: x.spec.Resources, Network: x.spec.Network, Env: x.spec.Env,
+		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp,
+	}
+	if open {
+		if err := b.net.setUp(); err != nil {
+			return err
+		}
+		birth.Resolv = b.net.resolv()
+		x.undo.push("wait for the network device's end", func(ctx context.Context) error { return b.net.waitGone(ctx, x.ifindex) })
+	}
+	x.undo.push("end processes", x.endProcesses)
+	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), birthBound)
+	defer cancel()
+	born, err := c.Create(bound, birth)
+	if err != nil {
+		return err
+	}
+	if open {
+		if err := x.enterNetwork(bound, c); err != nil {
+			return err
+		}
+	}
+	if total := x.spec.Lifetime.Total; total > 0 {
+		if err := c.SetDeadline(bound, x.id, keeper.DeadlineTotal, time.Now().Add(total), totalCause); err != nil {
+			return err
+		}
+	}
+	x.handle, err = json.Marshal(handle{
+		Version: handleVersion, Slot: x.slot, Upper: upper, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: laidFiles(upper),
+	})
+	if err != nil {
+		return err
+	}
+	return ctx.Err()
+}
+
+// enterNetwork gives the new namespace its device.
+func (x *instance) enterNetwork(ctx context.Context, c *keeper.Client) error {
+	ns, err := c.Netns(ctx, x.id)
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	x.ifindex, err = x.b.net.enter(ctx, int(ns.Fd()), x.slot)
+	return err
+}
+
+// endProcesses has the keeper remove all of its part.
+func (x *instance) endProcesses(ctx context.Context) error {
+	c, err := x.b.link(ctx)
+	if err != nil {
+		return err
+	}
+	return c.Destroy(ctx, x.id)
+}
