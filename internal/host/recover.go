@@ -1,0 +1,674 @@
+package host
+
+import (
+	"container/list"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
+)
+
+// story is what the log tells of one sandbox.
+type story struct {
+	*history
+	create  *dsecv1.HostCreateRequest
+	id      sandbox.ID
+	seq     uint64 // of the create
+	created time.Time
+	void    bool // the creation failed
+	state   sandbox.State
+	level   sandbox.PauseLevel
+	cause   sandbox.Cause
+	over    time.Time
+	handle  []byte
+	boot    string // machine start in which it was born
+	changes []*dsecv1.Lifetime
+	total   time.Time       // a deadline that was set later; zero is the create's
+	loose   map[string]bool // sessions that were asked for and not told open
+}
+
+// tell reads a trajectory's records, without its outputs. A record that the disk lost is skipped and told in the log.
+func (h *Host) tell(ctx context.Context, id trajectory.ID) (*story, error) {
+	st := &story{history: newHistory(), loose: map[string]bool{}}
+	q := trajectory.Query{Kinds: trajectory.Except(trajectory.KindOutput)}
+	for {
+		recs, next, err := h.deps.Log.Read(ctx, id, q)
+		for i := range recs {
+			if err := st.add(&recs[i]); err != nil {
+				h.log.Error("read a record", "trajectory", id, "seq", recs[i].Seq, "err", err)
+			}
+		}
+		switch {
+		case errors.Is(err, sandbox.ErrLost):
+			h.log.Error("read a trajectory", "trajectory", id, "err", err)
+		case err != nil:
+			return nil, fmt.Errorf("read trajectory %v: %w", id, err)
+		case next <= max(q.From, 1):
+			return st, nil
+		}
+		q.From = next
+	}
+}
+
+// add takes in one record.
+func (st *story) add(r *trajectory.Record) error {
+	if r.Kind == trajectory.KindVoid {
+		if sandbox.ID(r.Step) == st.id {
+			st.void = true
+		} else if s := st.steps[r.Step]; s != nil {
+			delete(st.steps, r.Step)
+			for i := range st.order {
+				if st.order[i] == s {
+					st.order = append(st.order[:i], st.order[i+1:]...)
+					break
+				}
+			}
+		}
+		return nil
+	}
+	t, m, err := decode(r.Payload)
+	if err != nil {
+		return err
+	}
+	switch m := m.(type) {
+	case *dsecv1.HostCreateRequest:
+		*st = story{history: newHistory(), loose: map[string]bool{}, create: m, id: sandbox.ID(r.Step), seq: r.Seq, created: r.Wall, state: sandbox.Creating}
+	case *dsecv1.SetLifetimeRequest:
+		st.changes = append(st.changes, m.GetLifetime())
+		if ms := m.GetLifetime().GetTotalMs(); ms > 0 {
+			st.total = r.Wall.Add(time.Duration(ms) * time.Millisecond)
+		}
+	case *dsecv1.StartRequest:
+		s := &step{id: r.Step, act: t, sum: digest(r.Payload, r.Input), seq: r.Seq, state: working, started: r.Wall,
+			session: m.GetSession(), terminal: m.GetTerminal() != nil, stdinEOF: !m.GetStdinOpen()}
+		if r.Input != nil {
+			s.stdin = r.Input.Size
+		}
+		s.taken = s.stdin
+		st.steps[s.id] = s
+		st.order = append(st.order, s)
+	case *dsecv1.OpenSessionRequest:
+		st.sessions[r.Step] = &session{name: r.Step, shell: m.GetShell(), user: m.GetUser(), open: true, opened: r.Wall}
+		st.loose[r.Step] = true
+	case *dsecv1.Outcome:
+		st.end(r, m, nil)
+	case *dsecv1.WriteStdinRequest:
+		if s := st.steps[r.Step]; s != nil {
+			s.stdinEOF = s.stdinEOF || m.GetEof()
+			if r.Input != nil {
+				s.stdin = max(s.stdin, r.Offset+r.Input.Size)
+			}
+		}
+	case *dsecv1.SignalRequest:
+		if key := m.GetStep(); key != "" {
+			st.steps[key] = &step{id: key, act: t, sum: digest(r.Payload, nil), seq: r.Seq, state: over, outcome: sandbox.Outcome{Kind: sandbox.Exited}}
+		}
+	case *dsecv1.ResizeRequest, *dsecv1.Job:
+	case *dsecv1.LogRecord:
+		switch t {
+		case tagState:
+			st.turn(r, m)
+		case tagResult:
+			st.end(r, m.GetOutcome(), m)
+		case tagEvent:
+			if m.GetKind() == "session_opened" {
+				delete(st.loose, r.Step)
+			}
+		}
+	default: // the start of a step that is no command
+		s := st.steps[r.Step]
+		if s == nil {
+			s = &step{id: r.Step, act: t, sum: digest(r.Payload, r.Input), seq: r.Seq}
+			st.steps[r.Step] = s
+		}
+		s.state, s.started = working, r.Wall
+	}
+	return nil
+}
+
+func (st *story) end(r *trajectory.Record, o *dsecv1.Outcome, result *dsecv1.LogRecord) {
+	if r.Kind == trajectory.KindSessionClose {
+		s := st.sessions[r.Step]
+		if s == nil {
+			return
+		}
+		s.open, s.end = false, rpc.Outcome(o)
+		if delete(st.loose, r.Step); s.end.Kind == sandbox.StartFailed {
+			delete(st.sessions, r.Step)
+		}
+		return
+	}
+	if s := st.steps[r.Step]; s != nil {
+		s.state, s.outcome, s.result = over, rpc.Outcome(o), result
+		s.endsAt = [3]int64{sandbox.Stdout: s.outcome.Stdout.Total, sandbox.Stderr: s.outcome.Stderr.Total}
+	}
+}
+
+func (st *story) turn(r *trajectory.Record, m *dsecv1.LogRecord) {
+	to := sandbox.State(m.GetState())
+	if st.state.Ended() || st.state == sandbox.Stopping && !to.Ended() && to != sandbox.Stopping {
+		return // an end is never taken back
+	}
+	st.state, st.level = to, sandbox.PauseLevel(m.GetStep())
+	if to == sandbox.Running {
+		st.level = ""
+	}
+	if to == sandbox.Stopping || to.Ended() {
+		st.cause, st.over = rpc.Cause(m.GetCause()), r.Wall
+	}
+	if len(m.GetData()) > 0 {
+		st.handle, st.boot = m.GetData(), m.GetSha256()
+	}
+}
+
+// box makes the sandbox of a story.
+func (h *Host) retell(id trajectory.ID, st *story) (*box, error) {
+	spec, err := rpc.Spec(st.create.GetSpec())
+	if err != nil {
+		return nil, err
+	}
+	if _, err := sandbox.ParseID(string(st.id)); err != nil {
+		return nil, err
+	}
+	b := &box{
+		h: h, id: st.id, traj: id, spec: spec, sum: st.create.GetRequestHash(), seq: st.seq, state: st.state, level: st.level, cause: st.cause,
+		created: st.created, over: st.over, life: spec.Lifetime, total: st.total, last: time.Now(), history: newHistory(),
+	}
+	for _, c := range st.changes {
+		if l, err := rpc.Lifetime(c); err == nil { // was valid when it was recorded
+			merge(&b.life, l)
+		}
+	}
+	if !st.state.Ended() {
+		b.over = time.Time{}
+		b.history = st.history
+	}
+	return b, nil
+}
+
+// orphan is a sandbox that lived when the last host died.
+type orphan struct {
+	b  *box
+	st *story
+	be sandbox.Backend
+}
+
+// recover takes back what the last host left.
+func (h *Host) recover(ctx context.Context) error {
+	start := time.Now()
+	orphans, half, err := h.reread(ctx)
+	if err != nil {
+		return err
+	}
+	for _, b := range half {
+		b.fail(fmt.Errorf("create %s: the host ended before the sandbox was born: %w", b.id, sandbox.ErrLost))
+	}
+	living, err := h.takeBack(ctx, orphans)
+	if err != nil {
+		return err
+	}
+	for name, be := range h.deps.Backends {
+		if err := h.sweep(ctx, name, be, living); err != nil {
+			return err
+		}
+	}
+	for _, o := range orphans {
+		h.settle(o)
+	}
+	h.mu.Lock()
+	var leased []scoped
+	for n, j := range h.jobs {
+		if j.expired.IsZero() && j.lease > 0 {
+			h.lease(j)
+			leased = append(leased, n)
+		}
+	}
+	h.mu.Unlock()
+	for _, n := range leased {
+		h.mu.Lock()
+		at := h.jobs[n].stopAt()
+		h.mu.Unlock()
+		h.armJob(n, at)
+	}
+	h.log.Info("host is ready", "living", len(living), "half_made", len(half), "took", time.Since(start))
+	return nil
+}
+
+// sweep removes what belongs to no living sandbox. It is tried a few times: what is left behind would never be found again.
+func (h *Host) sweep(ctx context.Context, name string, be sandbox.Backend, living map[sandbox.ID]bool) error {
+	var err error
+	for range 3 {
+		if err = be.Sweep(ctx, living); err == nil || ctx.Err() != nil {
+			break
+		}
+		h.log.Error("sweep, will try again", "backend", name, "err", err)
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("sweep backend %s: %w", name, err)
+	}
+	return nil
+}
+
+// reread makes boxes and jobs of the log.
+func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, err error) {
+	for _, t := range h.deps.Log.Trajectories() {
+		if err := ctx.Err(); err != nil {
+			return nil, nil, err
+		}
+		if t.ID.Key == "" {
+			if err := h.rereadJob(ctx, t.ID); err != nil {
+				return nil, nil, err
+			}
+			continue
+		}
+		st, err := h.tell(ctx, t.ID)
+		if err != nil {
+			return nil, nil, err
+		}
+		if st.create == nil {
+			h.log.Error("a trajectory has lost its create record; what is left of its sandbox is removed", "trajectory", t.ID)
+			continue
+		}
+		if st.void {
+			continue
+		}
+		b, err := h.retell(t.ID, st)
+		if err != nil {
+			h.log.Error("a trajectory can't be taken back; what is left of its sandbox is removed", "trajectory", t.ID, "err", err)
+			continue
+		}
+		h.adopt(b)
+		switch {
+		case st.state.Ended():
+		case st.state == sandbox.Creating || st.handle == nil:
+			half = append(half, b)
+		default:
+			orphans = append(orphans, orphan{b, st, h.deps.Backends[b.spec.Backend]})
+		}
+	}
+	return orphans, half, nil
+}
+
+func (h *Host) rereadJob(ctx context.Context, id trajectory.ID) error {
+	recs, _, err := h.deps.Log.Read(ctx, id, trajectory.Query{})
+	if err != nil && !errors.Is(err, sandbox.ErrLost) {
+		return fmt.Errorf("read job %s: %w", id.Job, err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	j := h.jobOf(scoped{id.Project, id.Job})
+	j.recorded = true
+	for _, r := range recs {
+		_, m, err := decode(r.Payload)
+		switch m := m.(type) {
+		case *dsecv1.Job:
+			j.lease, j.retention = time.Duration(m.GetLeaseMs())*time.Millisecond, time.Duration(m.GetRetentionMs())*time.Millisecond
+			j.action = sandbox.EndAction(m.GetOnLeaseEnd())
+		case *dsecv1.LogRecord:
+			if m.GetKind() == "expired" {
+				j.expired = rpc.Time(m.GetTime())
+			}
+		default:
+			h.log.Error("read a job's record", "job", id.Job, "seq", r.Seq, "err", err)
+		}
+		if j.last.Before(r.Wall) {
+			j.last = r.Wall
+		}
+	}
+	return nil
+}
+
+// jobOf finds or makes a job; mu is held.
+func (h *Host) jobOf(n scoped) *job {
+	j := h.jobs[n]
+	if j == nil {
+		j = &job{project: n.project, name: n.name}
+		h.jobs[n] = j
+	}
+	return j
+}
+
+// adopt puts a box of the log into the maps.
+func (h *Host) adopt(b *box) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.boxes[b.id], h.keys[b.traj] = b, b
+	j := h.jobOf(scoped{b.spec.Project, b.spec.Job})
+	if b.state.Ended() {
+		if j.last.Before(b.over) {
+			j.last = b.over
+		}
+		return
+	}
+	j.living++
+	h.living++
+	if b.state == sandbox.Creating {
+		h.creating++
+	}
+	if b.spec.Name != "" {
+		h.names[scoped{b.spec.Project, b.spec.Name}] = b
+	}
+}
+
+// takeBack asks the backends for the sandboxes that lived. Events come from then on.
+func (h *Host) takeBack(ctx context.Context, orphans []orphan) (map[sandbox.ID]bool, error) {
+	var mu sync.Mutex
+	living := map[sandbox.ID]bool{}
+	var g errgroup.Group
+	g.SetLimit(16)
+	for _, o := range orphans {
+		g.Go(func() error {
+			if err := h.prepare(o); err != nil {
+				return err
+			}
+			inst, err := h.reclaim(ctx, o)
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			if err != nil {
+				h.lost(o, err)
+				return nil
+			}
+			o.b.mu.Lock()
+			o.b.inst = inst
+			if n, ok := inst.(interface{ Notes() map[string]string }); ok {
+				o.b.notes = n.Notes()
+			}
+			o.b.mu.Unlock()
+			mu.Lock()
+			living[o.b.id] = true
+			mu.Unlock()
+			return nil
+		})
+	}
+	return living, g.Wait()
+}
+
+// prepare sets what events are compared with.
+func (h *Host) prepare(o orphan) error {
+	for _, s := range o.st.steps {
+		if s.act != tagCommand {
+			continue
+		}
+		for _, stream := range bothStreams {
+			ss, err := h.deps.Log.StreamState(o.b.traj, s.id, stream)
+			if err != nil {
+				return fmt.Errorf("state of the output of %s: %w", s.id, err)
+			}
+			s.next[stream] = ss.End
+		}
+		if s.ended() {
+			continue
+		}
+		o.b.active++
+	}
+	return nil
+}
+
+func (h *Host) reclaim(ctx context.Context, o orphan) (sandbox.Instance, error) {
+	if o.be == nil {
+		return nil, fmt.Errorf("recover %s: this host has no backend %s any more: %w", o.b.id, o.b.spec.Backend, sandbox.ErrLost)
+	}
+	var err error
+	for pause := 100 * time.Millisecond; pause < 2*time.Second; pause *= 4 {
+		var inst sandbox.Instance
+		actx, cancel := context.WithTimeout(ctx, actWait)
+		inst, err = o.be.Recover(actx, o.b.id, o.b.spec, o.st.handle, (*sink)(o.b))
+		cancel()
+		if err == nil || errors.Is(err, sandbox.ErrLost) || ctx.Err() != nil {
+			return inst, err
+		}
+		h.log.Error("recover a sandbox, will try again", "sandbox", o.b.id, "err", err)
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+		}
+	}
+	return nil, err
+}
+
+// lost ends a sandbox that did not outlive the last host.
+func (h *Host) lost(o orphan, err error) {
+	c := sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "keeper_lost", Detail: err.Error()}
+	if o.st.boot != "" && o.st.boot != bootID() {
+		c.Reason = "host_lost"
+	}
+	o.b.mu.Lock()
+	if o.b.state == sandbox.Stopping || o.b.ending {
+		c = o.b.cause // its end had begun; nothing is lost by that
+	}
+	o.b.state, o.b.ending, o.b.cause, o.b.inst = sandbox.Stopping, true, c, nil
+	o.b.mu.Unlock()
+}
+
+// settle brings a sandbox that was taken back into a state of its own: steps are known or void, turns are finished.
+func (h *Host) settle(o orphan) {
+	b := o.b
+	b.mu.Lock()
+	inst, stopping := b.inst, b.state == sandbox.Stopping
+	if stopping {
+		b.ending = true
+	}
+	b.mu.Unlock()
+	if stopping {
+		h.unknown(o)
+		h.goes(func() { h.finish(b) })
+		return
+	}
+	h.settleSteps(o, inst)
+	h.settleSessions(o, inst)
+	b.mu.Lock()
+	ending, state, level := b.ending, b.state, b.level
+	if !ending {
+		b.arm()
+	}
+	b.mu.Unlock()
+	if ending {
+		return // an event was faster
+	}
+	if err := b.armBackend(); err != nil {
+		h.log.Warn("arm the deadline in the backend", "sandbox", b.id, "err", err)
+	}
+	var err error
+	switch state {
+	case sandbox.Pausing:
+		err = b.turn(sandbox.Pausing, sandbox.Paused, sandbox.Running, level, "recovered", func(ctx context.Context) error { return inst.Pause(ctx, level) })
+	case sandbox.Resuming:
+		err = b.turn(sandbox.Resuming, sandbox.Running, sandbox.Paused, level, "recovered", inst.Resume)
+	}
+	if err != nil {
+		h.log.Error("finish a turn of the last host", "sandbox", b.id, "err", err)
+	}
+	h.settleEntry(b)
+}
+
+// settleEntry starts an entrypoint that was not started, and ends the sandbox of one that has ended.
+func (h *Host) settleEntry(b *box) {
+	if len(b.spec.Entry) == 0 {
+		return
+	}
+	b.mu.Lock()
+	s := b.steps[entrypoint]
+	ended := s != nil && s.ended()
+	var o sandbox.Outcome
+	if ended {
+		o = s.outcome
+	}
+	b.mu.Unlock()
+	switch {
+	case s == nil:
+		h.goes(func() { h.startEntry(b) })
+	case ended:
+		b.entryEnded(o)
+	}
+}
+
+// unknown marks the steps without an end that are no commands: whether they were done died with the last host.
+func (h *Host) unknown(o orphan) {
+	for _, s := range o.st.steps {
+		o.b.mu.Lock()
+		open := !s.ended() && s.act != tagCommand
+		o.b.mu.Unlock()
+		if !open {
+			continue
+		}
+		_, err := o.b.endStep(s, &dsecv1.LogRecord{Outcome: &dsecv1.Outcome{Kind: string(sandbox.Unknown)}}, nil, nil)
+		if err != nil {
+			h.log.Error("record an unknown end", "sandbox", o.b.id, "step", s.id, "err", err)
+		}
+	}
+}
+
+func (h *Host) settleSteps(o orphan, inst sandbox.Instance) {
+	h.unknown(o)
+	b := o.b
+	b.mu.Lock()
+	var open []*step
+	for _, s := range b.order {
+		if !s.ended() {
+			open = append(open, s)
+		}
+	}
+	b.mu.Unlock()
+	for _, s := range open {
+		ctx, cancel := h.bounded(actWait)
+		known, err := inst.Known(ctx, s.id)
+		cancel()
+		switch {
+		case err != nil:
+			b.mu.Lock()
+			s.doubt = true
+			b.mu.Unlock()
+			h.goes(func() { b.resolve(s, inst, err) })
+		case !known:
+			if err := b.void(s, nil); err != nil {
+				h.log.Error("record a step that was never started", "sandbox", b.id, "step", s.id, "err", err)
+			}
+			b.mu.Lock()
+			b.rest()
+			b.mu.Unlock()
+		}
+	}
+}
+
+// settleSessions closes sessions that were asked for and never told open.
+func (h *Host) settleSessions(o orphan, inst sandbox.Instance) {
+	for name := range o.st.loose {
+		ctx, cancel := h.bounded(actWait)
+		err := inst.CloseSession(ctx, name)
+		cancel()
+		if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+			h.log.Warn("close a session of the last host", "sandbox", o.b.id, "session", name, "err", err)
+		}
+		if err := (*sink)(o.b).SessionEnded(h.life, name, sandbox.Outcome{Kind: sandbox.StartFailed, Error: "the host ended while it was opened"}); err != nil {
+			h.log.Error("record the end of a session", "sandbox", o.b.id, "session", name, "err", err)
+		}
+		o.b.mu.Lock()
+		delete(o.b.sessions, name)
+		o.b.mu.Unlock()
+	}
+}
+
+// bootID names the start of the machine: it tells a machine that was lost from a keeper that was.
+var bootID = sync.OnceValue(func() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(id))
+})
+
+// histories keeps what was read of ended sandboxes, a few of them.
+type histories struct {
+	mu   sync.Mutex
+	all  map[*box]*list.Element
+	used list.List // of *loadedHistory, the latest in front
+}
+
+type loadedHistory struct {
+	b *box
+	h *history
+}
+
+const maxHistories = 64
+
+func (l *histories) get(b *box) *history {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	e := l.all[b]
+	if e == nil {
+		return nil
+	}
+	l.used.MoveToFront(e)
+	return e.Value.(*loadedHistory).h
+}
+
+func (l *histories) put(b *box, h *history) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.all == nil {
+		l.all = map[*box]*list.Element{}
+	}
+	if l.all[b] != nil {
+		return
+	}
+	l.all[b] = l.used.PushFront(&loadedHistory{b, h})
+	for l.used.Len() > maxHistories {
+		last := l.used.Remove(l.used.Back()).(*loadedHistory)
+		delete(l.all, last.b)
+	}
+}
+
+func (l *histories) drop(b *box) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if e := l.all[b]; e != nil {
+		l.used.Remove(e)
+		delete(l.all, b)
+	}
+}
+
+// load is what was asked of the sandbox: of an ended one, read from the log.
+func (b *box) load(ctx context.Context) (*history, error) {
+	b.mu.Lock()
+	hist, over := b.history, b.state.Ended()
+	b.mu.Unlock()
+	if !over {
+		return hist, nil
+	}
+	if hist := b.h.loaded.get(b); hist != nil {
+		return hist, nil
+	}
+	st, err := b.h.tell(ctx, b.traj)
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range st.steps {
+		if s.act != tagCommand {
+			continue
+		}
+		for _, stream := range bothStreams {
+			ss, err := b.h.deps.Log.StreamState(b.traj, s.id, stream)
+			if err != nil {
+				return nil, err
+			}
+			s.next[stream] = ss.End
+		}
+	}
+	b.h.loaded.put(b, st.history)
+	return st.history, nil
+}

@@ -1,0 +1,194 @@
+package host
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
+)
+
+// sink takes what happens in a sandbox into its log. Nil is given back only for what is in the log, or was before: the backend
+// forgets it then.
+type sink box
+
+var _ sandbox.Sink = (*sink)(nil)
+
+func (k *sink) box() *box { return (*box)(k) }
+
+// commandStep finds a command that an event is about. An unknown one was void, or is of a sandbox that has ended: the event is
+// dropped, since nobody can ask for it.
+func (k *sink) commandStep(cmd, what string) *step {
+	b := k.box()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s := b.steps[cmd]
+	if s == nil || s.act != tagCommand {
+		if !b.state.Ended() {
+			b.h.log.Warn("event of an unknown command", "sandbox", b.id, "command", cmd, "event", what)
+		}
+		return nil
+	}
+	return s
+}
+
+// Output implements [sandbox.Sink].
+func (k *sink) Output(_ context.Context, cmd string, stream sandbox.StreamName, offset int64, data []byte, late bool) error {
+	if stream != sandbox.Stdout && stream != sandbox.Stderr || offset < 0 {
+		return fmt.Errorf("output of %s: stream %d at %d: %w", cmd, stream, offset, sandbox.ErrInvalid)
+	}
+	s := k.commandStep(cmd, "output")
+	if s == nil {
+		return nil
+	}
+	b := k.box()
+	b.mu.Lock()
+	next := s.next[stream]
+	b.mu.Unlock()
+	if offset < next { // sent again after a restart
+		if next-offset >= int64(len(data)) {
+			return nil
+		}
+		data, offset = data[next-offset:], next
+	}
+	var one [1]trajectory.Record
+	recs := one[:0]
+	for at := offset; len(data) > 0; {
+		n := min(len(data), trajectory.MaxOutput)
+		r := trajectory.Record{Kind: trajectory.KindOutput, Step: cmd, Stream: stream, Offset: at, Payload: data[:n]}
+		if late {
+			r.Flags = trajectory.Late
+		}
+		recs = append(recs, r)
+		data, at = data[n:], at+int64(n)
+		offset = at
+	}
+	if len(recs) == 0 {
+		return nil
+	}
+	if _, err := b.append(recs...); err != nil {
+		return fmt.Errorf("record output of %s: %w", cmd, err)
+	}
+	b.mu.Lock()
+	s.next[stream] = offset
+	s.changed.ring()
+	b.mu.Unlock()
+	return nil
+}
+
+// CommandEnded implements [sandbox.Sink].
+func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) error {
+	s := k.commandStep(cmd, "end")
+	if s == nil {
+		return nil
+	}
+	b := k.box()
+	b.mu.Lock()
+	ended := s.ended()
+	if o.Started.IsZero() {
+		o.Started = s.started
+	}
+	b.mu.Unlock()
+	if ended {
+		return nil
+	}
+	if o.Ended.IsZero() {
+		o.Ended = time.Now()
+	}
+	if _, err := b.append(endRecord(cmd, o)); err != nil {
+		return fmt.Errorf("record end of %s: %w", cmd, err)
+	}
+	b.h.m.commands.WithLabelValues(string(o.Kind)).Inc()
+	b.mu.Lock()
+	if !s.ended() {
+		s.finish(o)
+		b.rest()
+	}
+	b.mu.Unlock()
+	if cmd == entrypoint && len(b.spec.Entry) > 0 {
+		b.entryEnded(o)
+	}
+	return nil
+}
+
+func (b *box) entryEnded(o sandbox.Outcome) {
+	b.h.end(b, sandbox.Cause{Class: sandbox.ClassTask, Reason: "entrypoint", Detail: describe(o)})
+}
+
+// describe is an outcome for a person.
+func describe(o sandbox.Outcome) string {
+	switch o.Kind {
+	case sandbox.Exited:
+		return fmt.Sprintf("exited with %d", o.Code)
+	case sandbox.Signalled:
+		return fmt.Sprintf("ended by signal %d", o.Signal)
+	case sandbox.StartFailed:
+		return "did not start: " + o.Error
+	}
+	return string(o.Kind)
+}
+
+// SessionEnded implements [sandbox.Sink].
+func (k *sink) SessionEnded(_ context.Context, name string, o sandbox.Outcome) error {
+	b := k.box()
+	b.mu.Lock()
+	s := b.sessions[name]
+	open := s != nil && s.open
+	b.mu.Unlock()
+	if !open {
+		return nil
+	}
+	if o.Ended.IsZero() {
+		o.Ended = time.Now()
+	}
+	if _, err := b.append(trajectory.Record{Kind: trajectory.KindSessionClose, Step: name, Payload: encode(tagOutcome, rpc.OutcomeProto(o))}); err != nil {
+		return fmt.Errorf("record end of session %s: %w", name, err)
+	}
+	b.mu.Lock()
+	s.open, s.end = false, o
+	b.changed.ring()
+	b.mu.Unlock()
+	return nil
+}
+
+// Ended implements [sandbox.Sink].
+func (k *sink) Ended(_ context.Context, c sandbox.Cause) error {
+	b := k.box()
+	b.mu.Lock()
+	now := time.Now()
+	if c.Class == sandbox.ClassLimit && c.Reason == "total" && !b.lease.IsZero() && !now.Before(b.lease) && now.Before(b.total) {
+		c = sandbox.Cause{Class: sandbox.ClassClient, Reason: "lease"} // the backend knows one deadline for both
+	}
+	recorded := b.ending || b.state.Ended() || b.state == sandbox.Creating
+	b.mu.Unlock()
+	if !recorded {
+		if _, err := b.append(stateRecord(sandbox.Stopping, "", c, nil)); err != nil {
+			return fmt.Errorf("record the end of %s: %w", b.id, err)
+		}
+		b.mu.Lock()
+		b.noted = true
+		b.mu.Unlock()
+	}
+	b.h.end(b, c)
+	return nil
+}
+
+// Denied implements [sandbox.Sink].
+func (k *sink) Denied(_ context.Context, cmd, call, detail string) {
+	b := k.box()
+	b.mu.Lock()
+	held, ok := b.denied.allow(time.Now())
+	over := b.state.Ended()
+	b.mu.Unlock()
+	b.h.m.denied.Inc()
+	if !ok || over {
+		return
+	}
+	m := &dsecv1.LogRecord{Kind: "denied", Step: text(cmd), RequestJson: jsonText(text(call), text(detail), held)}
+	if _, err := b.append(trajectory.Record{Kind: trajectory.KindEvent, Step: cmd, Payload: encode(tagEvent, m)}); err != nil {
+		b.h.log.Warn("record a denied call", "sandbox", b.id, "call", call, "err", err)
+	}
+}
