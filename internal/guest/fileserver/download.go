@@ -70,7 +70,7 @@ func (c *call) download(r *filewire.Result) error {
 
 func (p *packer) folder(fd int, st *unix.Stat_t) error {
 	e := p.entry("./", '5', st)
-	e.xattrs = p.xattrs("/proc/self/fd/"+strconv.Itoa(fd), ".", false)
+	e.xattrs = p.xattrs(attrsOf(fd), ".")
 	if err := p.write(e.header()); err != nil {
 		unix.Close(fd)
 		return err
@@ -166,7 +166,7 @@ func (p *packer) visit(dir int, name, rel string, st *unix.Stat_t, _ int) (bool,
 		p.call.skips.add(rel, "is a "+string(kind)+", which a tar can't hold")
 		return false, nil
 	}
-	e.xattrs = p.xattrs("/proc/self/fd/"+strconv.Itoa(dir)+"/"+name, rel, kind == filewire.Link)
+	e.xattrs = p.xattrs(attrsAt(dir, name), rel)
 	return kind == filewire.Dir, p.write(e.header())
 }
 
@@ -208,7 +208,7 @@ type extent struct{ off, n int64 }
 func (p *packer) file(fd int, rel string, st *unix.Stat_t) error {
 	e := p.entry(rel, '0', st)
 	e.size = st.Size
-	e.xattrs = p.xattrs("/proc/self/fd/"+strconv.Itoa(fd), rel, false)
+	e.xattrs = p.xattrs(attrsOf(fd), rel)
 	pieces := []extent{{0, st.Size}}
 	var table []byte
 	if st.Blocks*512 < st.Size {
@@ -304,18 +304,36 @@ func sparseTable(pieces []extent) []byte {
 	return append(b, make([]byte, padding(int64(len(b))))...)
 }
 
-// xattrs reads the attributes that a tree carries: the user's own and a program's capabilities.
-func (p *packer) xattrs(file, rel string, link bool) [][2]string {
-	list, get := unix.Listxattr, unix.Getxattr
-	if link {
-		list, get = unix.Llistxattr, unix.Lgetxattr
+// attrs reads attributes of one file.
+type attrs struct {
+	list func([]byte) (int, error)
+	get  func(string, []byte) (int, error)
+}
+
+func attrsOf(fd int) attrs {
+	return attrs{
+		func(b []byte) (int, error) { return unix.Flistxattr(fd, b) },
+		func(name string, b []byte) (int, error) { return unix.Fgetxattr(fd, name, b) },
 	}
-	n, err := list(file, nil)
+}
+
+// attrsAt needs no descriptor of the file, which a folder, link or device need not give; without /proc it finds none.
+func attrsAt(dir int, name string) attrs {
+	p := "/proc/self/fd/" + strconv.Itoa(dir) + "/" + name
+	return attrs{
+		func(b []byte) (int, error) { return unix.Llistxattr(p, b) },
+		func(name string, b []byte) (int, error) { return unix.Lgetxattr(p, name, b) },
+	}
+}
+
+// xattrs reads the attributes that a tree carries: the user's own and a program's capabilities.
+func (p *packer) xattrs(a attrs, rel string) [][2]string {
+	n, err := a.list(nil)
 	if err != nil || n == 0 {
 		return nil
 	}
 	b := make([]byte, min(n+256, maxXattrs))
-	if n, err = list(file, b); err != nil {
+	if n, err = a.list(b); err != nil {
 		p.call.skips.add(rel, "its attributes: "+reason(err))
 		return nil
 	}
@@ -326,7 +344,7 @@ func (p *packer) xattrs(file, rel string, link bool) [][2]string {
 			continue
 		}
 		v := make([]byte, maxXattrs)
-		n, err := get(file, name, v)
+		n, err := a.get(name, v)
 		if err != nil {
 			p.call.skips.add(rel, "its attribute "+quote(name)+": "+reason(err))
 			continue

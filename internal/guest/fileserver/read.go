@@ -9,11 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const (
-	pollStep = 200 * time.Millisecond // how late a cancel is seen by a wait for an odd file
-	// quiet bounds the wait for a FIFO's writer or a device's next octets, where the host's deadline does not end it before.
-	quiet = 30 * time.Second
-)
+// quiet bounds the wait for a FIFO's writer or a device's next octets, where the host's deadline does not end it before.
+const quiet = 30 * time.Second
 
 func (c *call) read(r *filewire.Result) error {
 	fd, err := openat(unix.AT_FDCWD, c.req.Path, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -116,20 +113,41 @@ func (c *call) readSome(fd int, kind filewire.Kind, p []byte) (int, error) {
 	}
 }
 
-// waitFor waits until a descriptor is ready or hung up.
+// waitFor waits until a descriptor is ready or hung up. A cancel wakes it at once, so that no FIFO stays open behind a call.
 func waitFor(ctx context.Context, fd int, events int16, deadline time.Time) error {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: events}}
+	if n, err := unix.Poll(fds, 0); err == nil && n > 0 {
+		return nil
+	}
+	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return err
+	}
+	woken := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		unix.Write(wake, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+		close(woken)
+	})
+	defer func() {
+		if !stop() {
+			<-woken // it may still hold the number of a descriptor that is about to be closed
+		}
+		unix.Close(wake)
+	}()
+	fds = append(fds, unix.PollFd{Fd: int32(wake), Events: unix.POLLIN})
 	for {
-		fds := []unix.PollFd{{Fd: int32(fd), Events: events}}
-		n, err := unix.Poll(fds, int(pollStep/time.Millisecond))
+		left := time.Until(deadline)
+		if left <= 0 {
+			return refuse(filewire.State, "nothing came or went for "+quiet.String()+" (a FIFO whose other end nobody has open?)")
+		}
+		n, err := unix.Poll(fds, int(left/time.Millisecond)+1)
 		switch {
 		case err != nil && err != unix.EINTR:
 			return err
 		case ctx.Err() != nil:
 			return ctx.Err()
-		case n > 0:
+		case err == nil && n > 0:
 			return nil
-		case !time.Now().Before(deadline):
-			return refuse(filewire.State, "nothing came or went for "+quiet.String()+" (a FIFO whose other end nobody has open?)")
 		}
 	}
 }

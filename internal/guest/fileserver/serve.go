@@ -179,11 +179,18 @@ func (c *call) data(body []byte) error {
 	return err
 }
 
+// brokenGrace is how long a call whose body broke off may still apply what came before.
+const brokenGrace = time.Second
+
 func (c *call) end(broken bool) {
 	c.mu.Lock()
+	first := broken && !c.broken
 	c.ended = true
 	c.broken = c.broken || broken
 	c.mu.Unlock()
+	if first {
+		time.AfterFunc(brokenGrace, c.cancel)
+	}
 	c.signal()
 }
 

@@ -298,8 +298,7 @@ func (u *unpacker) folder(dir int, last, name string, h *tar.Header) error {
 		}
 		switch st.Mode & unix.S_IFMT {
 		case unix.S_IFDIR:
-			// One with the sticky bit is everybody's and keeps its own.
-			return u.plan(name, h, st.Mode&unix.S_ISVTX == 0)
+			return u.existing(dir, last, name, h, &st)
 		case unix.S_IFLNK:
 			// A link to a folder stays, as in /lib -> usr/lib; one of this upload's own is replaced.
 			var to unix.Stat_t
@@ -322,6 +321,17 @@ func (u *unpacker) folder(dir int, last, name string, h *tar.Header) error {
 	}
 	u.attributes(dir, last, h)
 	return u.plan(name, h, true)
+}
+
+// existing is a folder that is there already. It gets the entry's mode and time; one with the sticky bit is everybody's (/tmp) and
+// keeps its mode. One of ours that is shut is opened until the end.
+func (u *unpacker) existing(dir int, last, name string, h *tar.Header, st *unix.Stat_t) error {
+	if st.Mode&0o700 != 0o700 && int(st.Uid) == os.Geteuid() {
+		if err := unix.Fchmodat(dir, last, st.Mode&0o7777|0o700, 0); err != nil {
+			return at("mode", err)
+		}
+	}
+	return u.plan(name, h, st.Mode&unix.S_ISVTX == 0)
 }
 
 // plan keeps what a folder gets at the end: entries that come into it would change its time, and its mode might keep them out.
