@@ -2,6 +2,7 @@ package initproc
 
 import (
 	"bytes"
+	"encoding/binary"
 	"io"
 	"os"
 	"os/exec"
@@ -10,7 +11,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/guest/wire"
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
@@ -231,7 +234,7 @@ func TestReaping(t *testing.T) {
 func TestSignals(t *testing.T) {
 	b := newBox(t, tree(t), nil)
 	for _, group := range []bool{false, true} {
-		p := b.start(wire.Start{Argv: []string{"sh", "-c", "trap 'echo got; exit 9' TERM; sleep 100 & echo ready; wait"}}, -1)
+		p := b.start(wire.Start{Argv: []string{"sh", "-c", "trap 'echo got; exit 9' TERM; (echo ready; exec sleep 100) & wait"}}, -1)
 		buf := make([]byte, 6)
 		if _, err := io.ReadFull(p.out, buf); err != nil {
 			t.Fatal(err)
@@ -381,6 +384,216 @@ func TestBirthFailures(t *testing.T) {
 			}
 			if _, err := conn.ReadFrame(); err != io.EOF {
 				t.Errorf("afterwards: %v", err)
+			}
+		})
+	}
+}
+
+// A holder keeps descriptors that the commands of its user, and only they, can open.
+func TestHolder(t *testing.T) {
+	b := newBox(t, tree(t), nil)
+	host, guest, err := wire.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { host.Close() })
+	p := b.register()
+	if err := b.conn.Send(wire.TStart, p.id, wire.Start{User: "alice", Flags: wire.StartHolder}, guest); err != nil {
+		t.Fatal(err)
+	}
+	unix.Close(guest)
+	b.wait(p.started)
+	if p.failed != nil {
+		t.Fatalf("%+v", p.failed)
+	}
+	host.SetDeadline(time.Now().Add(longest))
+	hold := func(id uint64, fds ...int) []uint32 {
+		t.Helper()
+		if err := host.WriteFrame(wire.Frame{Type: wire.THold, ID: id, FDs: fds}); err != nil {
+			t.Fatal(err)
+		}
+		f, err := host.ReadFrame()
+		if err != nil || f.Type != wire.THeld || f.ID != id {
+			t.Fatalf("%+v, %v", f, err)
+		}
+		m, err := wire.DecodeHeld(f.Body)
+		if err != nil || len(m.Numbers) != len(fds) {
+			t.Fatalf("%+v, %v", m, err)
+		}
+		return m.Numbers
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	r.Chown(base+1000, base+1000)
+	n := hold(7, int(r.Fd()), int(w.Fd()))
+	w.Close()
+	path := "/proc/" + strconv.Itoa(int(p.hello.PID)) + "/fd/"
+	end := path + strconv.Itoa(int(n[1]))
+	if got := b.run(wire.Start{User: "alice", Argv: []string{"sh", "-c", "echo hello >" + end}}); got.Code != 0 {
+		t.Errorf("%+v", got)
+	}
+	if got := b.run(wire.Start{User: "nobody", Argv: []string{"sh", "-c", "echo other >" + end}}); got.Code == 0 {
+		t.Errorf("another user: %+v", got)
+	}
+	if got := b.run(wire.Start{User: "alice", Argv: []string{"sh", "-c", "ls " + path + " | tr '\\n' ' '; tr '\\0' ' ' </proc/" + strconv.Itoa(int(p.hello.PID)) + "/environ; cat /proc/" + strconv.Itoa(int(p.hello.PID)) + "/comm"}}); got.Out != "0 1 2 3 4 5 LANG=C BASE=1 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/home/alice USER=alice LOGNAME=alice dsec-holder\n" && !strings.HasPrefix(got.Out, "0 1 2 3 4 5 LANG=C") {
+		t.Errorf("%+v", got)
+	}
+	host.Send(wire.TDrop, 0, wire.Drop{Numbers: n})
+	r.SetReadDeadline(time.Now().Add(longest))
+	if out, err := io.ReadAll(r); err != nil || string(out) != "hello\n" {
+		t.Errorf("the pipe after the drop: %q, %v", out, err)
+	}
+	if again := hold(8, int(r.Fd())); again[0] != n[0] {
+		t.Errorf("numbers %v, then %v", n, again)
+	}
+	host.Close()
+	b.wait(p.exited)
+	if p.exit.Status != 0 {
+		t.Errorf("holder's end: %+v", p.exit)
+	}
+}
+
+func TestFilterAndNoNewPrivs(t *testing.T) {
+	code, err := confine.Container().Compile(false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := newBox(t, tree(t), func(m *wire.Birth) { m.Filter, m.Flags = code, wire.BirthNoNewPrivs })
+	status := wire.Start{Argv: []string{"grep", "-E", "^(Seccomp|NoNew)", "/proc/self/status"}}
+	if got := b.run(status); got.Out != "NoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n" {
+		t.Errorf("%+v", got)
+	}
+	status.Flags = wire.StartNoFilter
+	if got := b.run(status); !strings.Contains(got.Out, "Seccomp:\t0\n") {
+		t.Errorf("%+v", got)
+	}
+	if got := b.sh("unshare -U true"); got.Code == 0 || !strings.Contains(got.Err, "not permitted") {
+		t.Errorf("%+v", got)
+	}
+	b = newBox(t, tree(t), func(m *wire.Birth) { m.Filter = code })
+	status.Flags = 0
+	if got := b.run(status); got.Out != "NoNewPrivs:\t0\nSeccomp:\t2\nSeccomp_filters:\t1\n" {
+		t.Errorf("%+v", got)
+	}
+}
+
+// With a listener, a call that no honest tool makes waits for the host's word.
+func TestListener(t *testing.T) {
+	if _, err := exec.LookPath("gcc"); err != nil {
+		t.Skip("needs gcc")
+	}
+	root := tree(t)
+	src := filepath.Join(t.TempDir(), "x.c")
+	os.WriteFile(src, []byte(`#include <sys/ioctl.h>
+#include <errno.h>
+int main(void) { return ioctl(0, 0xc028660ful, 0) < 0 ? errno : 0; }
+`), 0o644)
+	if out, err := exec.Command("gcc", "-static", "-o", filepath.Join(root, "bin/swap"), src).CombinedOutput(); err != nil {
+		t.Skipf("needs a static libc: %s", out)
+	}
+	code, err := confine.Container().Compile(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := newBox(t, root, func(m *wire.Birth) { m.Filter = code })
+	p := b.start(wire.Start{Argv: []string{"swap"}, User: "alice", Flags: wire.StartNotify}, -1)
+	if p.failed != nil || p.listener < 0 {
+		t.Fatalf("%+v, listener %d", p.failed, p.listener)
+	}
+	defer unix.Close(p.listener)
+	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(p.listener), Events: unix.POLLIN}}, int(longest/time.Millisecond)); n != 1 {
+		t.Fatalf("%d, %v", n, err)
+	}
+	var req [80]byte // seccomp_notif: id, pid, flags, data
+	if _, _, e := unix.Syscall(unix.SYS_IOCTL, uintptr(p.listener), 0xc0502100, uintptr(unsafe.Pointer(&req))); e != 0 {
+		t.Fatal(e)
+	}
+	if nr := binary.NativeEndian.Uint32(req[16:]); nr != unix.SYS_IOCTL {
+		t.Errorf("event for call %d", nr)
+	}
+	var answer [24]byte // seccomp_notif_resp: id, val, error, flags
+	copy(answer[:8], req[:8])
+	refused := -int32(unix.EPERM)
+	binary.NativeEndian.PutUint32(answer[16:], uint32(refused))
+	if _, _, e := unix.Syscall(unix.SYS_IOCTL, uintptr(p.listener), 0xc0182101, uintptr(unsafe.Pointer(&answer))); e != 0 {
+		t.Fatal(e)
+	}
+	if got := p.finish(""); got.Code != int(unix.EPERM) {
+		t.Errorf("%+v", got)
+	}
+}
+
+func TestStreamEndEndsTheSandbox(t *testing.T) {
+	b := newBox(t, tree(t), nil)
+	p := b.start(wire.Start{Argv: []string{"sleep", "1000"}}, -1)
+	b.conn.Close()
+	fds := []unix.PollFd{{Fd: int32(p.pidfd), Events: unix.POLLIN}}
+	if n, err := unix.Poll(fds, int(longest/time.Millisecond)); n != 1 {
+		t.Errorf("the command outlived the stream: %d, %v", n, err)
+	}
+}
+
+func TestResidentMemory(t *testing.T) {
+	b := newBox(t, tree(t), nil)
+	for range 20 {
+		b.run(wire.Start{Argv: []string{"true"}, Env: []string{"BIG=" + strings.Repeat("x", 100_000)}})
+	}
+	text, err := os.ReadFile("/proc/" + strconv.Itoa(b.pid) + "/smaps_rollup")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		if f := strings.Fields(line); f[0] == "Private_Dirty:" {
+			t.Logf("private: %s KiB", f[1])
+			if n, _ := strconv.Atoi(f[1]); n > 120 {
+				t.Errorf("process 1 holds %d KiB of its own", n)
+			}
+		}
+	}
+}
+
+func BenchmarkBirthAndEnd(b *testing.B) {
+	needRoot(b)
+	dir, ns := tree(b), userns(b)
+	defer unix.Close(ns)
+	for b.Loop() {
+		conn, p := spawn(b)
+		root := must(unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC))(b, "open_tree")
+		dev := devTree(b)
+		conn.Send(wire.TBirth, 0, wire.Birth{UID: base + 65536, Ops: birthOps(), Caps: capMask}, root, dev, ns)
+		if f, err := conn.ReadFrame(); err != nil || f.Type != wire.THello {
+			b.Fatal(f, err)
+		}
+		unix.Close(root)
+		unix.Close(dev)
+		conn.Close()
+		p.Wait()
+	}
+}
+
+func BenchmarkCommand(b *testing.B) {
+	code, err := confine.Container().Compile(false)
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, filter := range []bool{false, true} {
+		b.Run(map[bool]string{false: "bare", true: "filter"}[filter], func(b *testing.B) {
+			x := newBox(b, tree(b), func(m *wire.Birth) {
+				if filter {
+					m.Filter = code
+				}
+			})
+			null := must(os.OpenFile("/dev/null", os.O_RDWR, 0))(b, "null")
+			defer null.Close()
+			fd := int(null.Fd())
+			for b.Loop() {
+				p := x.register()
+				x.conn.Send(wire.TStart, p.id, wire.Start{Argv: []string{"/bin/true"}, Cwd: "/"}, fd, fd, fd)
+				x.wait(p.exited)
+				unix.Close(p.pidfd)
 			}
 		})
 	}
