@@ -261,7 +261,13 @@ func (l *Log) keepBlob(in *Input, w *InputWriter, synced bool) (*blob, error) {
 		w.discard()
 		return b, nil
 	}
-	err := l.placeBlob(in.SHA256, w.name, synced)
+	var err error
+	if !fresh && !synced {
+		err, synced = w.f.Sync(), true // it takes the place of one that may be on the disk and promised
+	}
+	if err == nil {
+		err = l.placeBlob(in.SHA256, w.name, synced)
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err != nil {

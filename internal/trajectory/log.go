@@ -427,7 +427,7 @@ func (l *Log) Stat(id ID) (Info, error) {
 }
 
 func (l *Log) find(id ID) (*traj, error) {
-	if t := l.byID[id]; t != nil {
+	if t := l.byID[id]; t != nil && len(t.recs) > 0 {
 		return t, nil
 	}
 	return nil, fmt.Errorf("trajectory %v: %w", id, sandbox.ErrNotFound)

@@ -74,11 +74,26 @@ func (l *Log) load() error {
 		}
 	}
 	slices.Sort(nums)
+	// What an earlier process did last may not be on the disk yet: names, and the seal of the segment before ours. Were that lost
+	// later, the log would seem to end there.
+	if err := l.fs.SyncDir("."); err != nil {
+		return err
+	}
 	torn := false
 	for _, num := range nums {
 		l.nextSeg = max(l.nextSeg, num+1)
 		if err := l.loadSegment(num, &torn); err != nil {
 			return fmt.Errorf("segment %s: %w", segmentName(num), err)
+		}
+	}
+	if all := l.sealedByAge(); len(all) > 0 {
+		if err := all[len(all)-1].file.Sync(); err != nil {
+			return err
+		}
+	}
+	for _, t := range l.byNum {
+		if len(t.recs) == 0 {
+			l.forget(t) // the crash left its bind and took its first record
 		}
 	}
 	return nil

@@ -1,0 +1,298 @@
+package trajectory_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"pgregory.net/rapid"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
+	"github.com/dsec-dev/dsec/internal/trajectory/crashfs"
+)
+
+// modelTraj is what a trajectory must and may hold.
+type modelTraj struct {
+	recs    []trajectory.Record // tried, in order
+	inputs  map[int][]byte
+	unsafe  map[int]bool // its blob was never synced: a power loss may take it
+	written int          // acknowledged with durability process: survive a kill
+	synced  int          // on the disk: survive a power loss
+	removed bool
+	maybe   bool // a removal was tried
+	ends    map[string]int64
+}
+
+type crashRun struct {
+	*rapid.T
+	fs    *crashfs.FS
+	log   *trajectory.Log
+	model map[string]*modelTraj
+	names []string
+}
+
+func (c *crashRun) config() trajectory.Config {
+	cfg := trajectory.Default("")
+	cfg.FS, cfg.SegmentBytes, cfg.Reserve = c.fs, 128<<10, 20<<10
+	return cfg
+}
+
+// restart ends the log in some way and opens it again, maybe crashing on the way.
+func (c *crashRun) restart() {
+	power := false
+	for {
+		if rapid.Bool().Draw(c.T, "power") {
+			power = true
+			c.fs = c.fs.PowerLoss()
+		} else {
+			c.fs = c.fs.Kill()
+		}
+		if rapid.IntRange(0, 3).Draw(c.T, "again") == 0 {
+			c.fs.CrashIn(rapid.IntRange(1, 12).Draw(c.T, "in"))
+		}
+		l, err := trajectory.Open(c.config(), quiet)
+		if errors.Is(err, crashfs.ErrCrashed) {
+			continue
+		}
+		if err != nil {
+			c.Fatalf("open: %v", err)
+		}
+		c.fs.CrashIn(0)
+		c.log = l
+		break
+	}
+	c.check(power)
+}
+
+// check compares the log with the model and takes what it has for the model's.
+func (c *crashRun) check(power bool) {
+	ctx := context.Background()
+	for _, key := range c.names {
+		m := c.model[key]
+		if m.removed && len(m.recs) == 0 {
+			continue
+		}
+		st, err := c.log.Stat(testID(key))
+		if errors.Is(err, sandbox.ErrNotFound) {
+			must := m.written
+			if power {
+				must = m.synced
+			}
+			if must > 0 && !m.maybe {
+				c.Fatalf("%s is gone; %d records were acknowledged", key, must)
+			}
+			*m = modelTraj{removed: true}
+			continue
+		}
+		if err != nil {
+			c.Fatal(err)
+		}
+		if m.removed {
+			c.Fatalf("%s came back", key)
+		}
+		var got []trajectory.Record
+		for r, err := range c.log.Follow(ctx, testID(key), trajectory.Query{}) {
+			if err != nil {
+				c.Fatalf("%s after %d: %v", key, len(got), err)
+			}
+			got = append(got, r)
+			if r.Seq == st.LastSeq {
+				break
+			}
+		}
+		least := m.written
+		if power {
+			least = m.synced
+		}
+		if len(got) < least || len(got) > len(m.recs) {
+			c.Fatalf("%s has %d records; %d were acknowledged and %d tried", key, len(got), least, len(m.recs))
+		}
+		ends, kept := map[string]int64{}, map[string][]trajectory.Record{}
+		for i := range got {
+			if got[i].Seq != uint64(i)+1 {
+				c.Fatalf("%s: record %d has seq %d", key, i+1, got[i].Seq)
+			}
+			want := m.recs[i]
+			want.Seq, want.Wall, want.Mono = got[i].Seq, got[i].Wall, got[i].Mono
+			wi, gi := want.Input, got[i].Input
+			want.Input, got[i].Input = nil, nil
+			if d := cmp.Diff(want, got[i]); d != "" {
+				c.Fatalf("%s: record %d: %s", key, i+1, d)
+			}
+			if (wi == nil) != (gi == nil) {
+				c.Fatalf("%s: record %d: input", key, i+1)
+			}
+			if wi != nil {
+				r, err := c.log.OpenInput(gi)
+				var data []byte
+				if err == nil {
+					data, err = io.ReadAll(r)
+				}
+				if err == nil && !bytes.Equal(data, m.inputs[i]) || err != nil && !m.unsafe[i] {
+					c.Fatalf("%s: record %d: input of %d octets read %d: %v", key, i+1, wi.Size, len(data), err)
+				}
+			}
+			if want.Kind == trajectory.KindOutput {
+				ends[want.Step] = want.Offset + int64(len(want.Payload))
+				kept[want.Step] = append(kept[want.Step], want)
+			}
+		}
+		for step, recs := range kept {
+			c.checkOutput(key, step, recs)
+		}
+		m.recs, m.ends, m.maybe = m.recs[:len(got)], ends, false
+		m.written, m.synced = len(got), len(got)
+	}
+}
+
+func (c *crashRun) checkOutput(key, step string, recs []trajectory.Record) {
+	ctx, at, p := context.Background(), int64(0), make([]byte, 300)
+	for _, r := range recs {
+		if r.Offset > at {
+			_, err := c.log.ReadOutput(ctx, testID(key), step, sandbox.Stdout, at, p)
+			var gap *trajectory.GapError
+			if !errors.As(err, &gap) || gap.From != at || gap.To != r.Offset {
+				c.Fatalf("%s %s: read at %d: %v, want a gap to %d", key, step, at, err, r.Offset)
+			}
+			at = r.Offset
+		}
+		for len(r.Payload) > 0 {
+			n, err := c.log.ReadOutput(ctx, testID(key), step, sandbox.Stdout, at, p[:min(len(p), len(r.Payload))])
+			if err != nil || !bytes.Equal(p[:n], r.Payload[:n]) {
+				c.Fatalf("%s %s: read at %d: %d octets, %v", key, step, at, n, err)
+			}
+			at += int64(n)
+			r.Payload = r.Payload[n:]
+		}
+	}
+	if st, err := c.log.StreamState(testID(key), step, sandbox.Stdout); err != nil || st.End != at {
+		c.Fatalf("%s %s: ends at %d, want %d: %v", key, step, st.End, at, err)
+	}
+}
+
+// append tries records on a trajectory and reports whether the file system crashed.
+func (c *crashRun) append(key string) bool {
+	ctx := context.Background()
+	m := c.model[key]
+	if m == nil {
+		m = &modelTraj{}
+		c.model[key] = m
+		c.names = append(c.names, key)
+	}
+	if m.removed {
+		*m = modelTraj{}
+	}
+	if m.ends == nil {
+		m.ends = map[string]int64{}
+	}
+	if m.inputs == nil {
+		m.inputs, m.unsafe = map[int][]byte{}, map[int]bool{}
+	}
+	d := rapid.SampledFrom([]sandbox.Durability{sandbox.DurabilityProcess, sandbox.DurabilityProcess, sandbox.DurabilityHost}).Draw(c.T, "durability")
+	var recs []trajectory.Record
+	if len(m.recs) == 0 {
+		recs = append(recs, trajectory.Record{Kind: trajectory.KindCreate, Payload: []byte("{}")})
+	}
+	fill := byte(len(m.recs) + 1)
+	for range rapid.IntRange(1, 3).Draw(c.T, "records") {
+		step := fmt.Sprint("s", rapid.IntRange(0, 3).Draw(c.T, "step"))
+		n := rapid.IntRange(1, 6000).Draw(c.T, "size")
+		switch rapid.IntRange(0, 5).Draw(c.T, "kind") {
+		case 0:
+			recs = append(recs, trajectory.Record{Kind: trajectory.KindStepEnd, Step: step, Epoch: 0, Payload: bytes.Repeat([]byte{fill}, n)})
+		case 1:
+			w := c.log.NewInputWriter()
+			data := bytes.Repeat([]byte{fill, byte(n)}, n)
+			if n%2 == 0 {
+				data = bytes.Repeat(data, trajectory.MaxInline/len(data)+1)
+			}
+			_, err := w.Write(data)
+			var in *trajectory.Input
+			if err == nil {
+				in, err = w.Finish(d)
+			}
+			if err != nil {
+				if errors.Is(err, crashfs.ErrCrashed) {
+					return true
+				}
+				c.Fatal(err)
+			}
+			m.inputs[len(m.recs)+len(recs)] = data
+			m.unsafe[len(m.recs)+len(recs)] = d == sandbox.DurabilityProcess
+			recs = append(recs, trajectory.Record{Kind: trajectory.KindStepStart, Step: step, Input: in, Payload: []byte("{}")})
+		default:
+			off := m.ends[step] + int64(max(0, rapid.IntRange(-20, 10).Draw(c.T, "gap")))
+			recs = append(recs, output(step, off, string(bytes.Repeat([]byte{fill}, n))))
+			m.ends[step] = off + int64(n)
+		}
+	}
+	m.recs = append(m.recs, recs...)
+	_, err := c.log.Append(ctx, testID(key), recs, d)
+	if errors.Is(err, crashfs.ErrCrashed) {
+		return true
+	}
+	if err != nil {
+		c.Fatalf("append: %v", err)
+	}
+	m.written = len(m.recs)
+	if d == sandbox.DurabilityHost {
+		c.syncedAll()
+	}
+	return false
+}
+
+// syncedAll notes that the log up to here is on the disk: a host acknowledgement covers all before it.
+func (c *crashRun) syncedAll() {
+	for _, m := range c.model {
+		m.synced = m.written
+	}
+}
+
+// TestCrash holds the promises of Append over kills and power losses at every write and sync.
+func TestCrash(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		c := &crashRun{T: rt, fs: crashfs.New(rapid.Uint64().Draw(rt, "seed")), model: map[string]*modelTraj{}}
+		c.restart()
+		for range rapid.IntRange(1, 60).Draw(rt, "steps") {
+			if rapid.IntRange(0, 9).Draw(rt, "arm") == 0 {
+				c.fs.CrashIn(rapid.IntRange(1, 25).Draw(rt, "in"))
+			}
+			crashed := false
+			key := fmt.Sprint("k", rapid.IntRange(0, 4).Draw(rt, "key"))
+			switch rapid.IntRange(0, 11).Draw(rt, "act") {
+			case 0:
+				crashed = true
+			case 1:
+				if m := c.model[key]; m != nil && !m.removed {
+					m.maybe = true
+					switch err := c.log.Remove(context.Background(), testID(key)); {
+					case errors.Is(err, crashfs.ErrCrashed):
+						crashed = true
+					case err != nil:
+						rt.Fatal(err)
+					default:
+						m.removed, m.recs = true, nil
+						c.syncedAll()
+					}
+				}
+			case 2, 3:
+				err := c.log.Maintain(context.Background())
+				crashed = errors.Is(err, crashfs.ErrCrashed)
+				if err != nil && !crashed {
+					rt.Fatal(err)
+				}
+			default:
+				crashed = c.append(key)
+			}
+			if crashed {
+				c.restart()
+			}
+		}
+		c.restart()
+	})
+}
