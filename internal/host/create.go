@@ -19,7 +19,7 @@ const entrypoint = "entrypoint"
 
 // create makes a sandbox, or joins the one of the same key. It answers when the sandbox can take commands; when ctx ends before,
 // the creation goes on and can be stopped by its key.
-func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (b *box, existed bool, err error) {
+func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (_ *box, existed bool, err error) {
 	if err := h.wait(ctx); err != nil {
 		return nil, false, err
 	}
@@ -39,7 +39,7 @@ func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (b *bo
 		return nil, false, fmt.Errorf("create: %w", err)
 	}
 	req = h.canonicalCreate(req, spec)
-	b = &box{
+	b := &box{
 		h: h, id: sandbox.NewID(h.cfg.ID), traj: trajectory.ID{Project: spec.Project, Job: spec.Job, Key: spec.Key}, spec: spec,
 		sum: req.RequestHash, state: sandbox.Creating, life: spec.Lifetime,
 		history: newHistory(),

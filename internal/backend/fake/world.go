@@ -125,6 +125,20 @@ func (w *World) KillKeeper() {
 	}
 }
 
+// Close ends everything, so that no goroutine is left.
+func (w *World) Close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gen++
+	for _, x := range w.boxes {
+		x.gone, x.sink = true, nil
+		x.cancel()
+		if x.timer != nil {
+			x.timer.Stop()
+		}
+	}
+}
+
 // End ends one sandbox from within, with a cause.
 func (w *World) End(id sandbox.ID, c sandbox.Cause) {
 	w.mu.Lock()
