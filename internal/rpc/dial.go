@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -41,9 +42,10 @@ type Peer struct {
 	Commands  dsecv1connect.CommandServiceClient
 	Jobs      dsecv1connect.JobServiceClient
 	Files     dsecv1connect.FileServiceClient
-	Logs      dsecv1connect.LogServiceClient
-	// Streams serves the calls of CommandService that stream; all streams share HTTP/2 connections.
-	Streams dsecv1connect.CommandServiceClient
+	// The calls that stream; all streams share HTTP/2 connections.
+	Logs        dsecv1connect.LogServiceClient
+	Streams     dsecv1connect.CommandServiceClient
+	FileStreams dsecv1connect.FileServiceClient
 
 	base   string
 	token  string
@@ -188,7 +190,8 @@ func (p *Peer) clients() {
 	p.Commands = dsecv1connect.NewCommandServiceClient(short, p.base, opts...)
 	p.Jobs = dsecv1connect.NewJobServiceClient(short, p.base, opts...)
 	p.Streams = dsecv1connect.NewCommandServiceClient(long, p.base, opts...)
-	p.Files = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
+	p.Files = dsecv1connect.NewFileServiceClient(short, p.base, opts...)
+	p.FileStreams = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
 }
 
@@ -226,4 +229,10 @@ func (c *credentials) WrapStreamingClient(next connect.StreamingClientFunc) conn
 
 func (c *credentials) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
 	return next
+}
+
+// Unsent reports that a call failed before anything of it left this process: its connection could not be opened.
+func Unsent(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
 }

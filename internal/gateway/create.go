@@ -1,0 +1,258 @@
+package gateway
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/placement"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+func (s sandboxes) Create(ctx context.Context, r *connect.Request[dsecv1.CreateRequest]) (*connect.Response[dsecv1.CreateResponse], error) {
+	out, err := s.g.create(ctx, r.Msg)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(out), nil
+}
+
+// create makes one sandbox, or finds the one that its key made before.
+func (g *Gateway) create(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1.CreateResponse, error) {
+	limit, err := rpc.Milliseconds("deadline_ms", q.GetDeadlineMs())
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case limit < 0:
+		return nil, fmt.Errorf("deadline_ms %d: must not be negative; 0 takes 60,000: %w", q.GetDeadlineMs(), sandbox.ErrInvalid)
+	case limit == 0:
+		limit = createTime
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+
+	order := orderOf(q.Job, q.Key, q.Name)
+	if q.Key == "" && q.Name == "" {
+		order = "" // nobody can send it again, so load decides
+	}
+	hq, spec, err := g.resolve(ctx, q)
+	if err != nil {
+		return nil, err
+	}
+	g.ready(ctx)
+	f := g.fleet.Fleet()
+	req := &placement.Request{Order: order, Backend: spec.Backend, Network: spec.Network, OnIdle: spec.Lifetime.OnIdle, Disk: spec.Resources.Disk}
+	g.recentMu.Lock()
+	d := placement.Pick(f, req, &g.recent, time.Now(), g.random())
+	g.recentMu.Unlock()
+	if order != "" {
+		if d.Hosts, err = g.known(ctx, f, d.Hosts, spec); err != nil {
+			return nil, err
+		}
+	}
+	return g.place(ctx, hq, d)
+}
+
+// resolve makes the request of a host out of that of a client: names become layers, defaults are filled in, all is checked.
+func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1.HostCreateRequest, *sandbox.Spec, error) {
+	if q.Key == "" {
+		q.Key = sandbox.NewKey()
+	}
+	project := rpc.Project(ctx)
+	res, err := rpc.Resources(q.GetResources())
+	if err != nil {
+		return nil, nil, err
+	}
+	life, err := rpc.Lifetime(q.GetLifetime())
+	if err != nil {
+		return nil, nil, err
+	}
+	env, secret, err := rpc.Env("env", q.GetEnv())
+	if err != nil {
+		return nil, nil, err
+	}
+	cwd, err := rpc.Octets("cwd", q.GetCwd(), q.GetCwdRaw())
+	if err != nil {
+		return nil, nil, err
+	}
+	spec := &sandbox.Spec{
+		Project: project, Job: q.GetJob(), Key: q.GetKey(), Name: q.GetName(), Labels: q.GetLabels(), Backend: q.GetBackend(),
+		User: q.GetUser(), Cwd: cwd, Hostname: q.GetHostname(), Entry: q.GetEntrypoint(), Resources: res, Lifetime: life,
+		Network: sandbox.NetworkMode(q.GetNetwork()), BestEffort: q.GetBestEffort(), NoNewPrivs: q.GetNoNewPrivs(), Durability: sandbox.Durability(q.GetDurability()),
+	}
+	switch {
+	case q.Environment != "" && len(q.Layers) > 0:
+		return nil, nil, fmt.Errorf("environment and layers: give one of them: %w", sandbox.ErrInvalid)
+	case q.Environment != "":
+		e, err := g.layers.Resolve(ctx, project, q.Environment)
+		if err != nil {
+			return nil, nil, err
+		}
+		spec.EnvName = e.Ref()
+		for _, id := range e.Layers {
+			spec.Layers = append(spec.Layers, string(id))
+		}
+		env = sandbox.MergeEnv(e.Spec.Env, env)
+		def := func(to *string, from string) {
+			if *to == "" {
+				*to = from
+			}
+		}
+		def(&spec.User, e.Spec.User)
+		def(&spec.Cwd, e.Spec.Cwd)
+		spec.Resources = over(e.Spec.Resources, spec.Resources)
+	case len(q.Layers) > 0:
+		ids, err := g.layers.Compose(ctx, project, q.Layers)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, id := range ids {
+			spec.Layers = append(spec.Layers, string(id))
+		}
+		env = sandbox.MergeEnv(nil, env)
+	}
+	spec.Env = env
+	spec.Fill()
+	if err := spec.Validate(); err != nil {
+		return nil, nil, err
+	}
+	hash, err := requestHash(project, q)
+	if err != nil {
+		return nil, nil, err
+	}
+	return &dsecv1.HostCreateRequest{Spec: rpc.SpecProto(spec, secret), RequestHash: hash, Request: q}, spec, nil
+}
+
+// over lays the limits of a request on an environment's.
+func over(env, req sandbox.Resources) sandbox.Resources {
+	for _, f := range []struct {
+		to   *int64
+		from int64
+	}{{&req.Memory, env.Memory}, {&req.Disk, env.Disk}, {&req.Pids, env.Pids}, {&req.CPU, env.CPU}, {&req.CPUWeight, env.CPUWeight}} {
+		if *f.to == 0 {
+			*f.to = f.from
+		}
+	}
+	return req
+}
+
+// requestHash is of the request in canonical form. The deadline is about the call, not about the sandbox.
+func requestHash(project string, q *dsecv1.CreateRequest) (string, error) {
+	deadline := q.DeadlineMs
+	q.DeadlineMs = 0
+	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(q)
+	q.DeadlineMs = deadline
+	if err != nil {
+		return "", fmt.Errorf("create request: %w", err)
+	}
+	h := sha256.New()
+	h.Write([]byte(project + "\x00"))
+	h.Write(b)
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// known puts the host that already has the key or name in front. A name is unique and a key makes one sandbox over all hosts, so all are
+// asked, and one that can't be asked makes the create fail rather than place twice. The first host in order is left out: it
+// compares by itself when the create reaches it.
+func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox.HostID, spec *sandbox.Spec) ([]sandbox.HostID, error) {
+	if len(f.Hosts) < 2 && len(f.Nameless) == 0 {
+		return hosts, nil
+	}
+	order := placement.Order(f, orderOf(spec.Job, spec.Key, spec.Name))
+	if len(hosts) > 0 && order[0] == hosts[0] {
+		order = order[1:]
+	}
+	wants := []finding{{job: spec.Job, key: spec.Key}}
+	if spec.Name != "" {
+		wants = append(wants, finding{name: spec.Name})
+	}
+	for _, w := range wants {
+		if len(order) == 0 {
+			if len(f.Nameless) > 0 {
+				return nil, fmt.Errorf("create with %s: %s did not answer so far, so whether it was made is not known: %w", w, first80(f.Nameless), rpc.ErrUnavailable)
+			}
+			break
+		}
+		sb, p, err := g.findOn(ctx, f, order, w)
+		if err != nil {
+			return nil, fmt.Errorf("create: %w", err)
+		}
+		if sb == nil {
+			continue
+		}
+		for _, h := range f.Hosts {
+			if h.Addr == p.Addr {
+				// That host alone decides: it joins, or names the difference.
+				return []sandbox.HostID{h.ID}, nil
+			}
+		}
+	}
+	return hosts, nil
+}
+
+// place sends the create to one host after the other until one takes it.
+func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d placement.Decision) (*dsecv1.CreateResponse, error) {
+	var full []error
+	for _, id := range d.Hosts {
+		p, ok := g.fleet.Peer(id)
+		if !ok {
+			continue
+		}
+		resp, err := patient(ctx, g, p, true, func() (*connect.Response[dsecv1.CreateResponse], error) {
+			return p.Host.Create(ctx, connect.NewRequest(hq))
+		})
+		switch {
+		case err == nil:
+			if !resp.Msg.GetExisted() {
+				g.recentMu.Lock()
+				g.recent.Add(id, time.Now())
+				g.recentMu.Unlock()
+			}
+			return resp.Msg, nil
+		case errors.Is(err, sandbox.ErrExhausted):
+			full = append(full, fmt.Errorf("host %s: %w", id, err))
+		default:
+			// Also a host that went away: it may have made the sandbox, so no other is tried. The key finds it later.
+			return nil, err
+		}
+	}
+	return nil, refusal(d.Refused, full)
+}
+
+// refusal says why no host took a create: why each did not, and the most hopeful of the reasons as the code.
+func refusal(refused []placement.Refused, full []error) error {
+	var why []string
+	for _, e := range full {
+		why = append(why, e.Error())
+	}
+	for _, r := range refused {
+		why = append(why, fmt.Sprintf("host %s %s", r.Host, r.Reason))
+	}
+	if len(why) > 8 {
+		why = append(why[:8], fmt.Sprintf("and %d more", len(why)-8))
+	}
+	text := strings.Join(why, "; ")
+	has := func(want error) bool {
+		return slices.ContainsFunc(refused, func(r placement.Refused) bool { return errors.Is(r.Err, want) })
+	}
+	switch {
+	case len(full) > 0 || has(sandbox.ErrExhausted):
+		return fmt.Errorf("create: no host takes it now: %s: %w", text, sandbox.ErrExhausted)
+	case has(sandbox.ErrLost):
+		return fmt.Errorf("create: no host that could take it answers: %s: %w", text, rpc.ErrUnavailable)
+	case len(refused) > 0:
+		return fmt.Errorf("create: no host is able to: %s: %w", text, sandbox.ErrUnsupported)
+	}
+	return fmt.Errorf("create: no host answers: %w", rpc.ErrUnavailable)
+}

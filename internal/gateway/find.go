@@ -1,0 +1,184 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"connectrpc.com/connect"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/placement"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// finding is what a sandbox is looked for by: a key in a job, or the name of a living one.
+type finding struct {
+	job, key, name string
+}
+
+func (f finding) String() string {
+	if f.key == "" {
+		return "name " + f.name
+	}
+	return "key " + f.key + " of job " + jobOf(f.job)
+}
+
+// order is the text that fixes the order of hosts.
+func (f finding) order() string { return orderOf(f.job, f.key, f.name) }
+
+func orderOf(job, key, name string) string {
+	if name != "" {
+		return "n/" + name
+	}
+	return "k/" + jobOf(job) + "/" + key
+}
+
+func jobOf(job string) string {
+	if job == "" {
+		return "-"
+	}
+	return job
+}
+
+func notFoundKey(job, key string) error {
+	return fmt.Errorf("sandbox with key %s in job %s: no host knows it: %w", key, jobOf(job), sandbox.ErrNotFound)
+}
+
+// find asks hosts in the order of the name or key: the first alone, since it is most likely there, then all others at once. It returns
+// nil when every host answered that it does not know it. A host that can't be asked makes the result unknown: ErrUnavailable.
+func (g *Gateway) find(ctx context.Context, f *placement.Fleet, what finding) (*dsecv1.Sandbox, *rpc.Peer, error) {
+	return g.findOn(ctx, f, placement.Order(f, what.order()), what)
+}
+
+func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbox.HostID, what finding) (*dsecv1.Sandbox, *rpc.Peer, error) {
+	unknown := len(f.Nameless) > 0
+	missing := append([]string(nil), f.Nameless...)
+	if len(order) == 0 {
+		return nil, nil, fmt.Errorf("find %s: no host answers: %w", what, rpc.ErrUnavailable)
+	}
+	type answer struct {
+		sb   *dsecv1.Sandbox
+		peer *rpc.Peer
+		err  error
+	}
+	ask := func(ctx context.Context, id sandbox.HostID) answer {
+		p, ok := g.fleet.Peer(id)
+		if !ok {
+			return answer{err: fmt.Errorf("host %s: is gone: %w", id, rpc.ErrUnavailable)}
+		}
+		resp, err := p.Host.FindKey(ctx, connect.NewRequest(&dsecv1.FindKeyRequest{Job: what.job, Key: what.key, Name: what.name}))
+		if err != nil {
+			return answer{peer: p, err: named(rpc.FromError(err), p, rpc.Unsent(err))}
+		}
+		return answer{sb: resp.Msg.GetSandbox(), peer: p}
+	}
+	take := func(a answer) (bool, error) {
+		switch {
+		case a.err == nil && a.sb.GetId() != "":
+			return true, nil
+		case a.err == nil || errors.Is(a.err, sandbox.ErrNotFound):
+			return false, nil
+		case errors.Is(a.err, rpc.ErrUnavailable) || errors.Is(a.err, context.DeadlineExceeded) && ctx.Err() == nil:
+			unknown = true
+			missing = append(missing, a.err.Error())
+			return false, nil
+		}
+		return false, a.err
+	}
+	first := ask(ctx, order[0])
+	if ok, err := take(first); ok || err != nil {
+		return first.sb, first.peer, err
+	}
+	answers := make([]answer, len(order)-1)
+	if err := each(ctx, len(answers), func(ctx context.Context, i int) { answers[i] = ask(ctx, order[i+1]) }); err != nil {
+		return nil, nil, err
+	}
+	for _, a := range answers {
+		if ok, err := take(a); ok || err != nil {
+			return a.sb, a.peer, err
+		}
+	}
+	if unknown {
+		return nil, nil, fmt.Errorf("find %s: not all hosts could be asked (%s), so whether it exists is not known; repeat the call, or remove a lost host from the configuration: %w", what, first80(missing), rpc.ErrUnavailable)
+	}
+	return nil, nil, nil
+}
+
+func first80(list []string) string {
+	if len(list) > 1 {
+		return fmt.Sprintf("%s, and %d more", list[0], len(list)-1)
+	}
+	return list[0]
+}
+
+// each runs f for 0 to n-1, fanOut at once, and waits for all. It fails when ctx ends before all have begun.
+func each(ctx context.Context, n int, f func(ctx context.Context, i int)) error {
+	return eachOf(ctx, n, fanOut, f)
+}
+
+func eachOf(ctx context.Context, n, parallel int, f func(ctx context.Context, i int)) error {
+	if n == 1 {
+		f(ctx, 0)
+		return nil
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	slots := make(chan struct{}, parallel)
+	for i := range n {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			f(ctx, i)
+		})
+	}
+	return nil
+}
+
+// everywhere asks all hosts at once. What can't be asked is told as ItemErrors: by the host's ID, or its address when it never told one.
+func everywhere[S any](ctx context.Context, g *Gateway, call func(context.Context, *rpc.Peer) (S, error)) (answers []S, errs []*dsecv1.ItemError, err error) {
+	g.ready(ctx)
+	f := g.fleet.Fleet()
+	if len(f.Hosts) == 0 {
+		return nil, nil, fmt.Errorf("no host answers (%d configured): %w", len(f.Nameless), rpc.ErrUnavailable)
+	}
+	all := make([]S, len(f.Hosts))
+	failed := make([]error, len(f.Hosts))
+	err = each(ctx, len(f.Hosts), func(ctx context.Context, i int) {
+		p, ok := g.fleet.Peer(f.Hosts[i].ID)
+		if !ok {
+			failed[i] = fmt.Errorf("host %s: is gone: %w", f.Hosts[i].ID, rpc.ErrUnavailable)
+			return
+		}
+		a, err := call(ctx, p)
+		if err != nil {
+			failed[i] = named(rpc.FromError(err), p, rpc.Unsent(err))
+			return
+		}
+		all[i] = a
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	for i, e := range failed {
+		if e == nil {
+			answers = append(answers, all[i])
+		} else {
+			errs = append(errs, itemError(string(f.Hosts[i].ID), e))
+		}
+	}
+	for _, a := range f.Nameless {
+		errs = append(errs, itemError(a, fmt.Errorf("host at %s: did not answer so far: %w", a, rpc.ErrUnavailable)))
+	}
+	return answers, errs, nil
+}
+
+func itemError(id string, err error) *dsecv1.ItemError {
+	return &dsecv1.ItemError{Id: id, Code: rpc.CodeName(err), Message: err.Error()}
+}
