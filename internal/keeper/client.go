@@ -101,7 +101,14 @@ func (c *Client) Deliver(ctx context.Context) error { return c.do(ctx, opDeliver
 
 // MountLayer mounts an EROFS file under an ID in the keeper's layer namespace. An ID that is mounted already is left as it is.
 func (c *Client) MountLayer(ctx context.Context, id, file string) error {
-	return c.do(ctx, opMountLayer, &layerRequest{ID: id, File: file}, nil)
+	f, err := os.Open(file)
+	if err != nil {
+		return fmt.Errorf("keeper: mount layer %s: %w", id, err)
+	}
+	defer f.Close()
+	fds, err := c.call(ctx, opMountLayer, &layerRequest{ID: id, File: file}, nil, int(f.Fd()))
+	closeAll(fds)
+	return err
 }
 
 // UnmountLayer removes a layer's mount; sandboxes that use it keep it alive. An ID that is not mounted is no error.
@@ -118,8 +125,16 @@ func (c *Client) Layers(ctx context.Context) ([]string, error) {
 
 // Create makes a sandbox. On an error nothing of it is left. ErrExists when the ID lives.
 func (c *Client) Create(ctx context.Context, b *Birth) (*Born, error) {
+	// The keeper lives in another mount namespace, so the upper goes as a detached mount, which needs no name.
+	parent, err := unix.OpenTree(unix.AT_FDCWD, filepath.Dir(b.UpperDir), unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("keeper: create %s: open the folder of its upper: %w", b.ID, err)
+	}
+	defer unix.Close(parent)
 	r := &Born{}
-	if err := c.do(ctx, opCreate, b, r); err != nil {
+	fds, err := c.call(ctx, opCreate, b, r, parent)
+	closeAll(fds)
+	if err != nil {
 		return nil, err
 	}
 	return r, nil

@@ -20,7 +20,11 @@ func appendValue(b []byte, v any) []byte {
 	if v == nil {
 		return b
 	}
-	return appendReflect(b, reflect.ValueOf(v))
+	r := reflect.ValueOf(v)
+	if r.Kind() == reflect.Pointer {
+		r = r.Elem()
+	}
+	return appendReflect(b, r)
 }
 
 func appendReflect(b []byte, v reflect.Value) []byte {

@@ -2,6 +2,7 @@ package keeper
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -41,6 +42,9 @@ func Spawn(ctx context.Context, exe string, args []string, cfg Config) error {
 		if err == nil {
 			c.Close()
 			return nil
+		}
+		if !errors.Is(err, syscall.ENOENT) && !errors.Is(err, syscall.ECONNREFUSED) {
+			return err
 		}
 		select {
 		case err := <-ended:

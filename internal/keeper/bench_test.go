@@ -1,0 +1,130 @@
+package keeper
+
+import (
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// cpu is the processor time of the keeper and the children it has reaped.
+func (h *house) cpu(b *testing.B) time.Duration {
+	b.Helper()
+	pid := h.c.Info().Pid
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		b.Fatal(err)
+	}
+	return statTime(string(data))
+}
+
+func BenchmarkHello(b *testing.B) {
+	h := open(b)
+	ctx := within(b)
+	b.ResetTimer()
+	for range b.N {
+		if _, err := h.c.Layers(ctx); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+func BenchmarkCreateDestroy(b *testing.B) {
+	h := open(b)
+	before := h.cpu(b)
+	for b.Loop() {
+		birth := h.birth()
+		if _, err := h.c.Create(within(b), birth); err != nil {
+			b.Fatal(err)
+		}
+		if err := h.c.Destroy(within(b), birth.ID); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64((h.cpu(b)-before).Microseconds())/float64(b.N), "cpu-us/op")
+}
+
+func BenchmarkCreateTrueDestroy(b *testing.B) {
+	h := open(b)
+	before := h.cpu(b)
+	for b.Loop() {
+		birth := h.birth()
+		if _, err := h.c.Create(within(b), birth); err != nil {
+			b.Fatal(err)
+		}
+		h.run(birth.ID, &sandbox.Command{Argv: []string{"/bin/true"}})
+		if err := h.c.Destroy(within(b), birth.ID); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64((h.cpu(b)-before).Microseconds())/float64(b.N), "cpu-us/op")
+}
+
+func BenchmarkExec(b *testing.B) {
+	h := open(b)
+	id := h.create()
+	before := h.cpu(b)
+	for b.Loop() {
+		h.run(id, &sandbox.Command{Argv: []string{"/bin/true"}})
+	}
+	b.ReportMetric(float64((h.cpu(b)-before).Microseconds())/float64(b.N), "cpu-us/op")
+}
+
+// BenchmarkExecGap runs commands 30 ms apart, as agents do: some costs of the kernel show only then.
+func BenchmarkExecGap(b *testing.B) {
+	h := open(b)
+	id := h.create()
+	var spent time.Duration
+	for range b.N {
+		time.Sleep(30 * time.Millisecond)
+		t := time.Now()
+		h.run(id, &sandbox.Command{Argv: []string{"/bin/true"}})
+		spent += time.Since(t)
+	}
+	b.ReportMetric(float64(spent.Microseconds())/float64(b.N), "us/exec")
+}
+
+func BenchmarkParallel8(b *testing.B) {
+	h := open(b)
+	b.SetParallelism(4)
+	b.RunParallel(func(p *testing.PB) {
+		for p.Next() {
+			birth := h.birth()
+			if _, err := h.c.Create(within(b), birth); err != nil {
+				b.Error(err)
+				return
+			}
+			h.run(birth.ID, &sandbox.Command{Argv: []string{"/bin/true"}})
+			if err := h.c.Destroy(within(b), birth.ID); err != nil {
+				b.Error(err)
+				return
+			}
+		}
+	})
+}
+
+func statTime(s string) time.Duration {
+	var t time.Duration
+	for i := range s {
+		if s[i] != ')' {
+			continue
+		}
+		var f [64]string
+		n := 0
+		for _, w := range strings.Fields(s[i+2:]) {
+			if n < len(f) {
+				f[n] = w
+				n++
+			}
+		}
+		for _, k := range []int{11, 12, 13, 14} { // utime, stime, cutime, cstime
+			ticks, _ := strconv.Atoi(f[k])
+			t += time.Duration(ticks) * 10 * time.Millisecond
+		}
+		return t
+	}
+	return t
+}

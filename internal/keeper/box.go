@@ -1,0 +1,683 @@
+package keeper
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/guest/wire"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	birthBound   = 20 * time.Second // from the clone to HELLO
+	destroyBound = 30 * time.Second
+	freezeBound  = 5 * time.Second
+	maxCommands  = 4096 // remembered with something left to do
+)
+
+// box is a sandbox.
+type box struct {
+	k     *Keeper
+	id    sandbox.ID
+	birth Birth
+	born  Born
+	ctl   *wire.Conn // to process 1
+	pid   int        // of process 1, our child until gone is closed
+	netns int
+	gone  chan struct{} // closed when process 1 is reaped and nothing of the sandbox runs
+
+	mu       sync.Mutex
+	grp      group
+	nextNum  uint64
+	byNum    map[uint64]*command
+	cmds     map[string]*command
+	known    map[[16]byte]struct{} // every command ever started
+	dirty    []*command            // may have something to send
+	sessions map[string]*session
+	endings  []*ending // of sessions, in order
+	frozen   bool
+	ready    bool           // born
+	dead     bool           // process 1 has ended
+	killed   *sandbox.Cause // why we killed it
+	cause    *sandbox.Cause // set at the end
+	causeOut outState
+	timers   map[DeadlineKind]*time.Timer
+	removed  bool // Destroy has begun: nothing is sent any more
+	wait     sync.WaitGroup
+}
+
+// outState is how far an event has come.
+type outState uint8
+
+const (
+	outNone outState = iota
+	outPending
+	outSent
+	outTaken
+)
+
+// create makes a sandbox. It owns parent.
+func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, error) {
+	if err := checkBirth(birth); err != nil {
+		unix.Close(parent)
+		return nil, err
+	}
+	if birth.Caps == 0 {
+		birth.Caps = DefaultCaps
+	}
+	class := classLS
+	if birth.BestEffort {
+		class = classBE
+	}
+	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
+		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
+		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources}}
+	b.birth.Seccomp = nil
+	k.mu.Lock()
+	if k.boxes[b.id] != nil {
+		k.mu.Unlock()
+		unix.Close(parent)
+		return nil, fmt.Errorf("create %s: %w", b.id, sandbox.ErrExists)
+	}
+	k.boxes[b.id] = b
+	k.mu.Unlock()
+	if err := b.bear(ctx, birth, parent); err != nil {
+		// The undo has a bound of its own: the context may have ended.
+		undo, cancel := context.WithTimeout(context.Background(), destroyBound)
+		defer cancel()
+		if e := k.destroy(undo, b.id); e != nil {
+			err = fmt.Errorf("%w; and its undo: %w", err, e)
+		}
+		return nil, fmt.Errorf("create %s: %w", b.id, err)
+	}
+	born := b.born
+	return &born, nil
+}
+
+// bear does a birth: groups, process 1 in new namespaces, mounts, and the word from process 1 that it is ready. What it made before
+// an error is removed by destroy.
+func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
+	k := b.k
+	sl, err := k.slots.get(birth.UIDBase)
+	if err != nil {
+		unix.Close(parent)
+		return err
+	}
+	if err := b.grp.make(); err != nil {
+		unix.Close(parent)
+		return err
+	}
+	if err := b.spawn(); err != nil {
+		unix.Close(parent)
+		return err
+	}
+	r, err := k.compose(birth, sl, parent)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if r.shm >= 0 {
+			r.garbage = append(r.garbage, r.shm)
+		}
+		k.discard(append(r.garbage, r.overlay))
+	}()
+	if b.netns, err = k.netns.take(ctx); err != nil {
+		return err
+	}
+	if err := b.grp.attach(b.pid); err != nil {
+		return err
+	}
+	b.born = Born{Pid: b.pid, Mapping: r.mapping, Shm: r.shmKind, ProcessU: birth.UIDBase + idsPerSandbox}
+	if err := b.sendBirth(birth, r, sl); err != nil {
+		return err
+	}
+	return b.awaitReady(ctx)
+}
+
+// spawn clones process 1.
+func (b *box) spawn() error {
+	ctl, far, err := wire.Pair()
+	if err != nil {
+		return err
+	}
+	defer unix.Close(far)
+	at, err := unix.Open(b.grp.v2("init"), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		ctl.Close()
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer unix.Close(at)
+	null := uintptr(b.k.tmpl.null)
+	pid, err := syscall.ForkExec("/proc/self/fd/"+strconv.Itoa(b.k.helper), []string{"dsec-init"}, &syscall.ProcAttr{
+		Files: []uintptr{null, null, null, uintptr(far)},
+		Sys: &syscall.SysProcAttr{
+			Cloneflags:  unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC | unix.CLONE_NEWCGROUP,
+			Setsid:      true,
+			UseCgroupFD: true, CgroupFD: at},
+	})
+	if err != nil {
+		ctl.Close()
+		return fmt.Errorf("clone process 1: %w", err)
+	}
+	b.mu.Lock()
+	b.ctl, b.pid = ctl, pid
+	b.mu.Unlock()
+	b.wait.Add(1)
+	return nil
+}
+
+// masked are files and folders of /proc that tell about the host or reach into it.
+var masked = []string{"/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/kallsyms", "/proc/kmsg", "/proc/slabinfo",
+	"/proc/vmallocinfo", "/proc/sched_debug", "/proc/latency_stats", "/proc/interrupts", "/proc/iomem", "/proc/config.gz",
+	"/proc/sysrq-trigger", "/proc/acpi", "/proc/scsi", "/proc/kpagecount", "/proc/kpageflags", "/proc/kpagecgroup"}
+
+// readOnlyProc are those that stay readable.
+var readOnlyProc = []string{"/proc/sys", "/proc/irq", "/proc/bus", "/proc/fs"}
+
+func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
+	var fds, mine []int
+	defer func() { closeAll(mine) }()
+	var ops []string
+	add := func(verb string, fd int, args ...string) {
+		ops = append(ops, wire.OpFD(verb, len(fds), args...))
+		fds = append(fds, fd)
+	}
+	clone := func(verb, path, to string, f func(string) (int, error)) error {
+		fd, err := f(path)
+		if err != nil {
+			return err
+		}
+		mine = append(mine, fd)
+		add(verb, fd, to)
+		return nil
+	}
+	ops = append(ops, wire.Op("private"))
+	add("netns", b.netns)
+	add("root", r.overlay)
+	if err := clone("move", b.k.tmpl.dev, "/dev", clonePlain); err != nil {
+		return err
+	}
+	add("move", r.shm, "/dev/shm")
+	ops = append(ops, wire.Op("devpts", "/dev/pts", strconv.Itoa(int(birth.UIDBase)+5)), wire.Op("proc", "/proc"))
+	if err := clone("move", b.k.tmpl.sys, "/sys", clonePlain); err != nil {
+		return err
+	}
+	for _, p := range b.k.cg.places() {
+		from := b.grp.v2()
+		if p.ctrl != "" {
+			from = b.grp.v1(p.ctrl)
+		}
+		to := "/sys/fs/cgroup"
+		if p.at != "" {
+			to += "/" + p.at
+		}
+		if err := clone("move", from, to, cloneRO); err != nil {
+			return err
+		}
+	}
+	for _, m := range b.k.masks() {
+		ops = append(ops, wire.Op("mask", m))
+	}
+	for _, m := range readOnlyProc {
+		ops = append(ops, wire.Op("ro", m))
+	}
+	ops = append(ops, wire.Op("pivot"), wire.Op("hostname", birth.Hostname))
+	add("userns", sl.user)
+	m := wire.Birth{UID: birth.UIDBase + idsPerSandbox, Ops: ops, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
+	if birth.NoNewPrivs {
+		m.Flags |= wire.BirthNoNewPrivs
+	}
+	if err := b.ctl.SetDeadline(time.Now().Add(birthBound)); err != nil {
+		return err
+	}
+	if err := b.ctl.Send(wire.TBirth, 0, m, fds...); err != nil {
+		return fmt.Errorf("send birth: %w", err)
+	}
+	return nil
+}
+
+// masks are the paths of masked that this kernel has.
+func (k *Keeper) masks() []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.maskList == nil {
+		k.maskList = []string{}
+		for _, m := range masked {
+			if _, err := os.Lstat(m); err == nil {
+				k.maskList = append(k.maskList, m)
+			}
+		}
+	}
+	return k.maskList
+}
+
+func (k *Keeper) rlimits() []wire.Rlimit {
+	var files unix.Rlimit
+	soft := uint64(1024)
+	if unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil {
+		soft = min(65536, files.Max)
+	}
+	return []wire.Rlimit{{Resource: unix.RLIMIT_CORE}, {Resource: unix.RLIMIT_NOFILE, Soft: soft, Hard: soft}}
+}
+
+// awaitReady waits for HELLO, then hands the stream to control.
+func (b *box) awaitReady(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() { b.ctl.SetDeadline(time.Unix(1, 0)) })
+	f, err := b.ctl.ReadFrame()
+	if !stop() {
+		return ctx.Err()
+	}
+	if err != nil {
+		return fmt.Errorf("birth: process 1 said nothing: %w", err)
+	}
+	f.CloseFDs()
+	switch f.Type {
+	case wire.THello:
+		h, err := wire.DecodeHello(f.Body)
+		if err != nil || h.Version != wire.Version {
+			return fmt.Errorf("birth: process 1 speaks version %d: %w", h.Version, errors.Join(err, sandbox.ErrUnsupported))
+		}
+	case wire.TFailed:
+		m, err := wire.DecodeFailed(f.Body)
+		if err != nil {
+			return fmt.Errorf("birth: %w", err)
+		}
+		return fmt.Errorf("birth: %q: %w", m.Text, syscall.Errno(m.Errno))
+	default:
+		return fmt.Errorf("birth: unexpected %s: %w", f.Type, wire.ErrFormat)
+	}
+	if err := b.ctl.SetDeadline(time.Time{}); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	b.ready = true
+	b.mu.Unlock()
+	go b.control()
+	b.setDeadline(DeadlineTotal, b.birth.Deadline, sandbox.Cause{Class: sandbox.ClassLimit, Reason: "total"})
+	b.setDeadline(DeadlineLease, b.birth.Lease, sandbox.Cause{Class: sandbox.ClassClient, Reason: "lease"})
+	return nil
+}
+
+// control reads what process 1 says until it ends, then ends the sandbox.
+func (b *box) control() {
+	var err error
+	for {
+		var f wire.Frame
+		if f, err = b.ctl.ReadFrame(); err != nil {
+			break
+		}
+		if err = b.guestFrame(f); err != nil {
+			break
+		}
+	}
+	b.bury(err)
+}
+
+// guestFrame handles one frame of process 1; an error ends the sandbox, since its word can't be trusted any more.
+func (b *box) guestFrame(f wire.Frame) error {
+	b.mu.Lock()
+	c := b.byNum[f.ID]
+	b.mu.Unlock()
+	if c == nil {
+		f.CloseFDs()
+		if f.Type == wire.TPong {
+			return nil
+		}
+		return fmt.Errorf("%s for command %d, which does not run: %w", f.Type, f.ID, wire.ErrFormat)
+	}
+	switch f.Type {
+	case wire.TStarted:
+		m, err := wire.DecodeStarted(f.Body)
+		if err != nil {
+			f.CloseFDs()
+			return err
+		}
+		return c.onStarted(m, f.FDs)
+	case wire.TFailed:
+		f.CloseFDs()
+		m, err := wire.DecodeFailed(f.Body)
+		if err != nil {
+			return err
+		}
+		return c.onFailed(m)
+	case wire.TExited:
+		f.CloseFDs()
+		m, err := wire.DecodeExited(f.Body)
+		if err != nil {
+			return err
+		}
+		return c.onExited(m)
+	case wire.TListener:
+		f.CloseFDs() // notification is not asked for; a closed listener answers ENOSYS
+		return nil
+	}
+	f.CloseFDs()
+	return fmt.Errorf("unexpected %s: %w", f.Type, wire.ErrFormat)
+}
+
+// bury kills and reaps all of a sandbox whose process 1 has ended or is not to be trusted, and settles what was under way.
+func (b *box) bury(why error) {
+	b.grp.kill()
+	b.ctl.Close()
+	unix.Kill(b.pid, unix.SIGKILL)
+	ws, _ := reap(b.pid)
+	b.mu.Lock()
+	b.dead = true
+	for _, t := range b.timers {
+		t.Stop()
+	}
+	cause := sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "process 1 ended", Detail: fmt.Sprintf("%v (wait status %#x)", why, uint32(ws))}
+	switch {
+	case b.killed != nil:
+		cause = *b.killed
+	case ws.Signaled() && ws.Signal() == unix.SIGKILL && b.grp.oomKills() > 0:
+		cause = sandbox.Cause{Class: sandbox.ClassLimit, Reason: "memory", Detail: "the kernel killed process 1 for the memory limit"}
+	}
+	b.cause, b.causeOut = &cause, outPending
+	var cmds []*command
+	for _, c := range b.byNum {
+		cmds = append(cmds, c)
+	}
+	var sessions []*session
+	for _, s := range b.sessions {
+		sessions = append(sessions, s)
+	}
+	b.mu.Unlock()
+	for _, c := range cmds {
+		c.onLost()
+	}
+	for _, s := range sessions {
+		s.onLost()
+	}
+	b.wait.Done()
+	close(b.gone)
+	b.k.changed(b)
+}
+
+// finish kills everything in the sandbox, for a reason that its end will bear.
+func (b *box) finish(cause sandbox.Cause) {
+	b.mu.Lock()
+	if b.killed == nil {
+		b.killed = &cause
+	}
+	b.mu.Unlock()
+	if err := b.grp.kill(); err != nil && !errors.Is(err, os.ErrNotExist) {
+		b.k.log.Error("kill", "sandbox", b.id, "err", err)
+	}
+}
+
+// setDeadline arms or disarms an end of the sandbox.
+func (b *box) setDeadline(kind DeadlineKind, at time.Time, cause sandbox.Cause) error {
+	if kind != DeadlineTotal && kind != DeadlineLease {
+		return fmt.Errorf("deadline of kind %d: %w", kind, sandbox.ErrInvalid)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if t := b.timers[kind]; t != nil {
+		t.Stop()
+		delete(b.timers, kind)
+	}
+	if kind == DeadlineTotal {
+		b.birth.Deadline = at
+	} else {
+		b.birth.Lease = at
+	}
+	if at.IsZero() || b.dead {
+		return nil
+	}
+	b.timers[kind] = time.AfterFunc(time.Until(at), func() { b.finish(cause) })
+	return nil
+}
+
+// destroy ends a sandbox and removes everything of it.
+func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) error {
+	b, err := k.box(id)
+	if errors.Is(err, sandbox.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	first := !b.removed
+	b.removed = true
+	born, spawned := b.ready, b.pid != 0
+	b.mu.Unlock()
+	b.finish(sandbox.Cause{Class: sandbox.ClassNone})
+	if first && spawned && !born {
+		b.bury(sandbox.ErrState) // control has not begun
+	}
+	if spawned {
+		select {
+		case <-b.gone:
+		case <-ctx.Done():
+			return fmt.Errorf("destroy %s: its processes do not end (a read from a store may be under way): %w", id, ctx.Err())
+		}
+	}
+	b.mu.Lock()
+	var streams []*stream
+	for _, c := range b.cmds {
+		streams = append(streams, c.streams()...)
+		c.closeStdin()
+	}
+	b.mu.Unlock()
+	for _, s := range streams {
+		s.close()
+	}
+	end := time.Now().Add(10 * time.Second)
+	if at, ok := ctx.Deadline(); ok && at.Before(end) {
+		end = at
+	}
+	if err := b.grp.remove(time.Until(end)); err != nil {
+		return fmt.Errorf("destroy %s: %w", id, err)
+	}
+	b.wait.Wait() // its readers: their files are closed
+	k.mu.Lock()
+	delete(k.boxes, id)
+	k.mu.Unlock()
+	b.mu.Lock()
+	ns := b.netns
+	b.netns = -1
+	b.mu.Unlock()
+	if ns >= 0 {
+		k.discard([]int{ns})
+	}
+	return nil
+}
+
+// freeze stops or starts all processes of the sandbox and the clocks of its commands.
+func (b *box) freeze(on bool) error {
+	b.mu.Lock()
+	if b.dead || !b.ready {
+		b.mu.Unlock()
+		return fmt.Errorf("sandbox %s has ended: %w", b.id, sandbox.ErrState)
+	}
+	b.mu.Unlock()
+	if err := b.grp.freeze(on, freezeBound); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.frozen == on {
+		return nil
+	}
+	b.frozen = on
+	for _, c := range b.byNum {
+		c.clock(!on)
+	}
+	return nil
+}
+
+func (b *box) stats() (sandbox.Stats, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.removed || !b.ready {
+		return sandbox.Stats{}, fmt.Errorf("sandbox %s is going or coming: %w", b.id, sandbox.ErrState)
+	}
+	return b.grp.stats(), nil
+}
+
+func (k *Keeper) list() *listResponse {
+	r := &listResponse{}
+	for _, b := range k.all() {
+		b.mu.Lock()
+		if b.ready && !b.removed {
+			a := Alive{ID: b.id, Born: b.born, Birth: b.birth, Frozen: b.frozen, Ended: b.cause}
+			for _, c := range b.cmds {
+				a.Commands = append(a.Commands, c.running())
+			}
+			for name := range b.sessions {
+				a.Sessions = append(a.Sessions, name)
+			}
+			r.Boxes = append(r.Boxes, a)
+		}
+		b.mu.Unlock()
+	}
+	return r
+}
+
+func keyOf(id string) (k [16]byte) {
+	sum := sha256.Sum256([]byte(id))
+	copy(k[:], sum[:])
+	return k
+}
+
+func (b *box) knows(id string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, ok := b.known[keyOf(id)]
+	return ok
+}
+
+// ending is the end of a session, on its way to the host.
+type ending struct {
+	name    string
+	outcome sandbox.Outcome
+	out     outState
+}
+
+// rewind makes everything that was not acknowledged unsent.
+func (b *box) rewind() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.dirty = b.dirty[:0]
+	for _, c := range b.cmds {
+		c.rewind()
+		c.dirty = true
+		b.dirty = append(b.dirty, c)
+	}
+	for _, e := range b.endings {
+		e.out = outPending
+	}
+	if b.causeOut == outSent {
+		b.causeOut = outPending
+	}
+}
+
+// mark notes that a command may have something to send.
+func (b *box) mark(c *command) {
+	b.mu.Lock()
+	if !c.dirty {
+		c.dirty = true
+		b.dirty = append(b.dirty, c)
+	}
+	b.mu.Unlock()
+	b.k.changed(b)
+}
+
+const pumpBudget = 256 << 10
+
+// pump sends what the sandbox has for the host, at most about pumpBudget octets; more says that some is left.
+func (b *box) pump(l *link) (more bool, err error) {
+	budget := pumpBudget
+	for budget > 0 {
+		b.mu.Lock()
+		if b.removed || len(b.dirty) == 0 {
+			b.mu.Unlock()
+			return false, b.pumpEnds(l)
+		}
+		c := b.dirty[0]
+		b.dirty = b.dirty[1:]
+		c.dirty = false
+		b.mu.Unlock()
+		n, left, err := c.pump(l)
+		if err != nil {
+			return false, err
+		}
+		budget -= n + 64
+		if left {
+			b.mu.Lock()
+			if !c.dirty {
+				c.dirty = true
+				b.dirty = append(b.dirty, c)
+			}
+			b.mu.Unlock()
+		}
+	}
+	return true, nil
+}
+
+// pumpEnds sends ends of sessions and of the sandbox, each after those of the commands that belong to it.
+func (b *box) pumpEnds(l *link) error {
+	b.mu.Lock()
+	if b.removed {
+		b.mu.Unlock()
+		return nil
+	}
+	if len(b.endings) == 0 && b.causeOut != outPending {
+		b.mu.Unlock()
+		return nil
+	}
+	open := false
+	of := map[string]bool{} // sessions with a command whose end was not sent
+	for _, c := range b.cmds {
+		if !c.endSent() {
+			open = true
+			of[c.session] = true
+		}
+	}
+	var send []*ending
+	for _, e := range b.endings {
+		if e.out == outPending && !of[e.name] {
+			e.out = outSent
+			send = append(send, e)
+		}
+	}
+	cause := b.cause
+	last := !open && b.causeOut == outPending && len(b.sessions) == 0
+	if last {
+		b.causeOut = outSent
+	}
+	b.mu.Unlock()
+	for _, e := range send {
+		err := l.send(evSessionEnded, &endEvent{b.id, e.name, e.outcome}, nil, func() {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			for i, o := range b.endings {
+				if o == e {
+					b.endings = append(b.endings[:i], b.endings[i+1:]...)
+					break
+				}
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if last {
+		return l.send(evEnded, &endedEvent{b.id, *cause}, nil, func() {
+			b.mu.Lock()
+			b.causeOut = outTaken
+			b.mu.Unlock()
+		})
+	}
+	return nil
+}

@@ -1,0 +1,476 @@
+package keeper
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"golang.org/x/sys/unix"
+)
+
+// cgroups drives the host's control groups, whatever their layout: each controller lies in the v2 tree or in a v1 hierarchy of
+// its own. The v2 tree is always needed: birth into a group, kill, freeze and usage live there even without controllers.
+//
+//	<v2>/dsec-<instance>/{keeper,ls,be}            ls is latency sensitive, be yields: two levels, because weights among
+//	<v2>/dsec-<instance>/{ls,be}/<id>/{init,cmd-N}  hundreds of siblings do not bound the tail
+//	<v1 controller>/dsec-<instance>/{ls,be}/<id>
+type cgroups struct {
+	name string            // dsec-<instance>
+	v2   string            // mount point
+	v1   map[string]string // controller -> mount point, of those that are not in v2
+	in2  map[string]bool   // controllers in v2
+	swap bool              // v1: memory.memsw exists
+	// ready are the controllers that a sandbox's limits use, on v1, with their mount points.
+	limits []string
+}
+
+const (
+	classLS = "ls"
+	classBE = "be"
+)
+
+// findCgroups reads the layout from a mountinfo file's text.
+func findCgroups(name, mountinfo string) (*cgroups, error) {
+	g := &cgroups{name: name, v1: map[string]string{}, in2: map[string]bool{}}
+	for line := range strings.SplitSeq(mountinfo, "\n") {
+		pre, post, ok := strings.Cut(line, " - ")
+		a, b := strings.Fields(pre), strings.Fields(post)
+		if !ok || len(a) < 5 || len(b) < 3 || a[3] != "/" {
+			continue
+		}
+		switch b[0] {
+		case "cgroup2":
+			if g.v2 == "" {
+				g.v2 = a[4]
+			}
+		case "cgroup":
+			for c := range strings.SplitSeq(b[2], ",") {
+				switch c {
+				case "memory", "pids", "cpu", "cpuacct", "cpuset":
+					g.v1[c] = a[4]
+				}
+			}
+		}
+	}
+	if g.v2 == "" {
+		return nil, fmt.Errorf("cgroup2 is not mounted (mount -t cgroup2 none /sys/fs/cgroup/unified): %w", sandbox.ErrUnsupported)
+	}
+	have, err := os.ReadFile(filepath.Join(g.v2, "cgroup.controllers"))
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range strings.Fields(string(have)) {
+		g.in2[c] = true
+		delete(g.v1, c)
+	}
+	for _, c := range []string{"memory", "pids", "cpu"} {
+		if !g.in2[c] {
+			if g.v1[c] == "" {
+				return nil, fmt.Errorf("cgroup controller %s is nowhere: %w", c, sandbox.ErrUnsupported)
+			}
+			g.limits = append(g.limits, c)
+		}
+	}
+	if m := g.v1["memory"]; m != "" {
+		_, err := os.Stat(filepath.Join(m, "memory.memsw.limit_in_bytes"))
+		g.swap = err == nil
+	}
+	return g, nil
+}
+
+// pure reports whether the limits lie in the v2 tree.
+func (g *cgroups) pure() bool { return g.in2["memory"] }
+
+// setup makes the instance's tree and moves this process out of the way.
+func (g *cgroups) setup() error {
+	top := filepath.Join(g.v2, g.name)
+	for _, d := range []string{top, top + "/keeper", top + "/" + classLS, top + "/" + classBE} {
+		if err := mkdir(d); err != nil {
+			return err
+		}
+	}
+	if err := os.WriteFile(top+"/keeper/cgroup.procs", []byte("0"), 0); err != nil {
+		return fmt.Errorf("move into own cgroup: %w", err)
+	}
+	var on []string
+	for _, c := range []string{"cpu", "memory", "pids"} {
+		if g.in2[c] {
+			on = append(on, "+"+c)
+		}
+	}
+	if len(on) > 0 {
+		for _, d := range []string{g.v2, top, top + "/" + classLS, top + "/" + classBE} {
+			if err := os.WriteFile(d+"/cgroup.subtree_control", []byte(strings.Join(on, " ")), 0); err != nil {
+				return fmt.Errorf("enable %s in %s: %w", strings.Join(on, " "), d, err)
+			}
+		}
+	}
+	for _, c := range g.limits {
+		for _, d := range []string{"", "/" + classLS, "/" + classBE} {
+			if err := mkdir(filepath.Join(g.v1[c], g.name) + d); err != nil {
+				return err
+			}
+		}
+	}
+	// The class that yields gets 1/16 of the other's weight, as measured to keep an interactive command's tail at 10 ms.
+	if g.in2["cpu"] {
+		err := os.WriteFile(top+"/"+classBE+"/cpu.weight", []byte("6"), 0)
+		return errors.Join(err, os.WriteFile(top+"/"+classLS+"/cpu.weight", []byte("100"), 0))
+	}
+	return os.WriteFile(filepath.Join(g.v1["cpu"], g.name, classBE, "cpu.shares"), []byte("64"), 0)
+}
+
+func mkdir(d string) error {
+	if err := os.Mkdir(d, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	return nil
+}
+
+// group is the groups of one sandbox.
+type group struct {
+	g     *cgroups
+	class string
+	id    string
+	owner int // host uid of process 1, which puts commands into their groups
+	res   sandbox.Resources
+	next  int      // number of the next command group
+	spare []string // names of empty command groups
+	used  []string // names of groups whose command has ended while something in them lives
+}
+
+const spareGroups = 4
+
+func (b *group) v2(sub ...string) string {
+	return filepath.Join(append([]string{b.g.v2, b.g.name, b.class, b.id}, sub...)...)
+}
+
+func (b *group) v1(ctrl string) string { return filepath.Join(b.g.v1[ctrl], b.g.name, b.class, b.id) }
+
+// where is the folder in which a controller's files of the sandbox are.
+func (b *group) where(ctrl string) string {
+	if b.g.in2[ctrl] {
+		return b.v2()
+	}
+	return b.v1(ctrl)
+}
+
+// make creates the groups with their limits. The caller removes them with remove, also after an error.
+func (b *group) make() error {
+	if err := unix.Mkdir(b.v2(), 0o755); err != nil {
+		return fmt.Errorf("make cgroup %s: %w", b.v2(), err)
+	}
+	if err := unix.Mkdir(b.v2("init"), 0o755); err != nil {
+		return fmt.Errorf("make cgroup %s: %w", b.v2("init"), err)
+	}
+	// To clone into a group the kernel wants the group's and the common parent's cgroup.procs to be writable.
+	if err := unix.Chown(b.v2("cgroup.procs"), b.owner, b.owner); err != nil {
+		return fmt.Errorf("own cgroup %s: %w", b.v2(), err)
+	}
+	for _, c := range b.g.limits {
+		if err := unix.Mkdir(b.v1(c), 0o755); err != nil {
+			return fmt.Errorf("make cgroup %s: %w", b.v1(c), err)
+		}
+	}
+	return b.limit()
+}
+
+func (b *group) limit() error {
+	set := func(ctrl, file, value string) error {
+		if err := writeFile(filepath.Join(b.where(ctrl), file), value); err != nil {
+			return fmt.Errorf("set %s to %s: %w", file, value, err)
+		}
+		return nil
+	}
+	mem := strconv.FormatInt(b.res.Memory, 10)
+	pids := strconv.FormatInt(b.res.Pids+1, 10) // process 1 is ours
+	var errs []error
+	if b.g.in2["memory"] {
+		errs = append(errs, set("memory", "memory.max", mem), set("memory", "memory.swap.max", "0"))
+		if os.IsNotExist(errors.Unwrap(errs[len(errs)-1])) {
+			errs = errs[:len(errs)-1] // a kernel without swap
+		}
+	} else {
+		errs = append(errs, set("memory", "memory.limit_in_bytes", mem))
+		if b.g.swap {
+			errs = append(errs, set("memory", "memory.memsw.limit_in_bytes", mem))
+		}
+	}
+	errs = append(errs, set("pids", "pids.max", pids))
+	if b.g.in2["cpu"] {
+		errs = append(errs, b.limitCPU(b.v2()))
+		errs = append(errs, writeFile(b.v2("cgroup.subtree_control"), "+cpu +memory"))
+	} else {
+		if w := b.res.CPUWeight; w != 0 && w != 100 {
+			errs = append(errs, set("cpu", "cpu.shares", strconv.FormatInt(max(2, w*1024/100), 10)))
+		}
+		if b.res.CPU > 0 {
+			errs = append(errs, set("cpu", "cpu.cfs_quota_us", strconv.FormatInt(b.res.CPU*100, 10)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (b *group) limitCPU(dir string) error {
+	if w := b.res.CPUWeight; w != 0 && w != 100 {
+		if err := writeFile(dir+"/cpu.weight", strconv.FormatInt(w, 10)); err != nil {
+			return err
+		}
+	}
+	if b.res.CPU > 0 {
+		return writeFile(dir+"/cpu.max", strconv.FormatInt(b.res.CPU*100, 10)+" 100000")
+	}
+	return nil
+}
+
+// attach puts process 1 into the v1 groups; into the v2 group it was born.
+func (b *group) attach(pid int) error {
+	for _, c := range b.g.limits {
+		if err := writeFile(b.v1(c)+"/cgroup.procs", strconv.Itoa(pid)); err != nil {
+			return fmt.Errorf("attach to %s: %w", b.v1(c), err)
+		}
+	}
+	return nil
+}
+
+// take returns the name of an empty command group. For the holder of box.mu.
+func (b *group) take() (string, error) {
+	for i := 0; len(b.spare) == 0 && i < len(b.used) && i < 2*spareGroups; i++ {
+		name := b.used[0]
+		b.used = append(b.used[:0:0], b.used[1:]...)
+		b.put(name)
+	}
+	if n := len(b.spare); n > 0 {
+		name := b.spare[n-1]
+		b.spare = b.spare[:n-1]
+		return name, nil
+	}
+	name := "cmd-" + strconv.Itoa(b.next)
+	if err := unix.Mkdir(b.v2(name), 0o755); err != nil {
+		return "", fmt.Errorf("make cgroup %s: %w", b.v2(name), err)
+	}
+	b.next++
+	if err := unix.Chown(b.v2(name, "cgroup.procs"), b.owner, b.owner); err != nil {
+		unix.Rmdir(b.v2(name))
+		return "", fmt.Errorf("own cgroup %s: %w", name, err)
+	}
+	if b.g.pure() { // a JVM and Go read the leaf alone
+		err := writeFile(b.v2(name, "memory.max"), strconv.FormatInt(b.res.Memory, 10))
+		if err := errors.Join(err, b.limitCPU(b.v2(name))); err != nil {
+			unix.Rmdir(b.v2(name))
+			return "", fmt.Errorf("limit cgroup %s: %w", name, err)
+		}
+	}
+	return name, nil
+}
+
+// put gives a command group back; it is used again once nothing lives in it.
+func (b *group) put(name string) {
+	switch {
+	case b.populated(name):
+		b.used = append(b.used, name)
+	case len(b.spare) >= spareGroups:
+		if unix.Rmdir(b.v2(name)) != nil {
+			b.used = append(b.used, name)
+		}
+	default:
+		b.spare = append(b.spare, name)
+	}
+}
+
+func (b *group) populated(name string) bool {
+	v, _ := readKey(b.v2(name, "cgroup.events"), "populated")
+	return v != 0
+}
+
+func (b *group) kill(sub ...string) error {
+	return writeFile(b.v2(append(sub, "cgroup.kill")...), "1")
+}
+
+// freeze stops or starts a group and waits until it stands still.
+func (b *group) freeze(on bool, within time.Duration, sub ...string) error {
+	value := "0"
+	if on {
+		value = "1"
+	}
+	if err := writeFile(b.v2(append(sub, "cgroup.freeze")...), value); err != nil {
+		return fmt.Errorf("freeze %s: %w", b.id, err)
+	}
+	if !on {
+		return nil
+	}
+	events := b.v2(append(sub, "cgroup.events")...)
+	for end, pause := time.Now().Add(within), 50*time.Microsecond; ; pause = min(2*pause, 20*time.Millisecond) {
+		if v, err := readKey(events, "frozen"); err != nil || v == 1 {
+			return err
+		}
+		if time.Now().After(end) {
+			writeFile(b.v2(append(sub, "cgroup.freeze")...), "0")
+			return fmt.Errorf("freeze %s: not all stand still after %v (a read from a store may be under way): %w", b.id, within, sandbox.ErrState)
+		}
+		time.Sleep(pause)
+	}
+}
+
+// remove removes all groups of the sandbox; everything in them was killed before. It retries while the kernel still counts the dying.
+func (b *group) remove(within time.Duration) error {
+	end := time.Now().Add(within)
+	for _, c := range b.g.limits {
+		if err := rmdirRetry(b.v1(c), end); err != nil {
+			return err
+		}
+	}
+	return rmTree(b.v2(), end)
+}
+
+// rmTree removes a group and its children, depth first.
+func rmTree(dir string, end time.Time) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			if err := rmTree(filepath.Join(dir, e.Name()), end); err != nil {
+				return err
+			}
+		}
+	}
+	return rmdirRetry(dir, end)
+}
+
+func rmdirRetry(dir string, end time.Time) error {
+	for pause := 100 * time.Microsecond; ; pause = min(2*pause, 20*time.Millisecond) {
+		err := unix.Rmdir(dir)
+		switch {
+		case err == nil || err == unix.ENOENT:
+			return nil
+		case err != unix.EBUSY && err != unix.EINTR || time.Now().After(end):
+			return fmt.Errorf("remove cgroup %s: %w", dir, err)
+		}
+		time.Sleep(pause)
+	}
+}
+
+// oomKills is the kernel's count of processes killed for the sandbox's memory limit.
+func (b *group) oomKills() int64 {
+	file := "memory.oom_control"
+	if b.g.in2["memory"] {
+		file = "memory.events"
+	}
+	v, _ := readKey(filepath.Join(b.where("memory"), file), "oom_kill")
+	return v
+}
+
+// forksRefused is the kernel's count of forks refused by the process limit.
+func (b *group) forksRefused() int64 {
+	v, _ := readKey(filepath.Join(b.where("pids"), "pids.events"), "max")
+	return v
+}
+
+// resetPeak starts a new maximum of the sandbox's memory, where the kernel can.
+func (b *group) resetPeak() bool {
+	return !b.g.in2["memory"] && writeFile(b.v1("memory")+"/memory.max_usage_in_bytes", "0") == nil
+}
+
+func (b *group) peak() int64 {
+	file := "memory.max_usage_in_bytes"
+	if b.g.in2["memory"] {
+		file = "memory.peak"
+	}
+	v, err := readNumber(filepath.Join(b.where("memory"), file))
+	if err != nil {
+		return -1
+	}
+	return v
+}
+
+// cpu is the time used by a command group since it was made.
+func (b *group) cpu(sub ...string) time.Duration {
+	v, _ := readKey(b.v2(append(sub, "cpu.stat")...), "usage_usec")
+	return time.Duration(v) * time.Microsecond
+}
+
+func (b *group) stats() sandbox.Stats {
+	s := sandbox.Stats{MemoryPeak: b.peak(), CPU: b.cpu(), Disk: -1, OOMKills: b.oomKills()}
+	file := "memory.usage_in_bytes"
+	if b.g.in2["memory"] {
+		file = "memory.current"
+	}
+	s.Memory, _ = readNumber(filepath.Join(b.where("memory"), file))
+	s.Pids, _ = readNumber(filepath.Join(b.where("pids"), "pids.current"))
+	s.Pids = max(0, s.Pids-1)
+	return s
+}
+
+// Small files of the kernel are read and written without the poller and without a finalizer: this is the hot path.
+
+func writeFile(path, value string) error {
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &os.PathError{Op: "open", Path: path, Err: err}
+	}
+	defer unix.Close(fd)
+	for {
+		_, err = unix.Write(fd, []byte(value))
+		if err != unix.EINTR {
+			break
+		}
+	}
+	if err != nil {
+		return &os.PathError{Op: "write", Path: path, Err: err}
+	}
+	return nil
+}
+
+func readFile(path string, buf []byte) ([]byte, error) {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, &os.PathError{Op: "open", Path: path, Err: err}
+	}
+	defer unix.Close(fd)
+	for {
+		n, err := unix.Read(fd, buf)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return nil, &os.PathError{Op: "read", Path: path, Err: err}
+		}
+		return buf[:n], nil
+	}
+}
+
+// readKey reads a number from a file of "key value" lines.
+func readKey(path, key string) (int64, error) {
+	var buf [1024]byte
+	b, err := readFile(path, buf[:])
+	if err != nil {
+		return 0, err
+	}
+	for line := range bytes.SplitSeq(b, []byte("\n")) {
+		k, v, ok := bytes.Cut(line, []byte(" "))
+		if ok && string(k) == key {
+			return strconv.ParseInt(string(v), 10, 64)
+		}
+	}
+	return 0, fmt.Errorf("%s: no %s", path, key)
+}
+
+func readNumber(path string) (int64, error) {
+	var buf [64]byte
+	b, err := readFile(path, buf[:])
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseInt(string(bytes.TrimSpace(b)), 10, 64)
+}

@@ -1,0 +1,741 @@
+package keeper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/guest/wire"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"golang.org/x/sys/unix"
+)
+
+// command is a process of a sandbox that the keeper answers for, or a session's command that runs in its shell.
+type command struct {
+	b       *box
+	id      string
+	num     uint64 // in the guest protocol; 0 for a session's command
+	session string
+	dirty   bool          // guarded by box.mu
+	begun   chan struct{} // closed when it runs or has failed to start
+	hidden  bool          // the keeper's own (a session's shell, a file server): no event tells of it
+	onEnd   func(sandbox.Outcome)
+
+	mu        sync.Mutex
+	out, err  *stream // err is nil for a terminal
+	in        *input
+	group     string // its cgroup, "" for a session's command
+	running_  bool   // STARTED came
+	failure   error  // of the platform at start
+	exited    bool
+	outcome   sandbox.Outcome
+	timedOut  bool
+	stopped   bool // killed on request
+	base      counters
+	timer     *time.Timer
+	left      time.Duration // of the timeout, when the clock stands still
+	armed     time.Time     // when it was started; zero: it stands still or there is none
+	graceOver bool
+	end       outState
+}
+
+// counters are the kernel's figures at a moment.
+type counters struct {
+	oom, refused int64
+	cpu          time.Duration
+	peak         bool // the maximum was reset
+}
+
+func (b *box) counters(group string) counters {
+	c := counters{oom: b.grp.oomKills(), refused: b.grp.forksRefused()}
+	if group != "" {
+		c.cpu = b.grp.cpu(group)
+	}
+	return c
+}
+
+// start begins a command and waits until it runs or has failed to.
+func (b *box) start(ctx context.Context, req *sandbox.Command) error {
+	if err := req.Validate(); err != nil {
+		return err
+	}
+	if req.Session != "" {
+		return b.startInSession(ctx, req)
+	}
+	c := &command{b: b, id: req.ID, begun: make(chan struct{})}
+	if have, err := b.register(c); err != nil || have != nil {
+		return await(ctx, have, err)
+	}
+	if err := b.launch(c, req, nil); err != nil {
+		b.forget(c)
+		return fmt.Errorf("start %s: %w", req.ID, err)
+	}
+	return await(ctx, c, nil)
+}
+
+func await(ctx context.Context, c *command, err error) error {
+	if c == nil || err != nil {
+		return err
+	}
+	select {
+	case <-c.begun:
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.failure
+	case <-ctx.Done():
+		return fmt.Errorf("start %s: not yet: %w", c.id, ctx.Err())
+	}
+}
+
+// register makes the command known, or returns the one that has the ID. Both nil: it has ended and was taken.
+func (b *box) register(c *command) (*command, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if have := b.cmds[c.id]; have != nil {
+		return have, nil
+	}
+	switch {
+	case b.dead || b.removed || !b.ready:
+		return nil, fmt.Errorf("start %s: sandbox %s has ended: %w", c.id, b.id, sandbox.ErrState)
+	case b.frozen:
+		return nil, fmt.Errorf("start %s: sandbox %s is frozen: %w", c.id, b.id, sandbox.ErrState)
+	case len(b.cmds) >= maxCommands:
+		return nil, fmt.Errorf("start %s: %d commands of sandbox %s are not settled: %w", c.id, len(b.cmds), b.id, sandbox.ErrExhausted)
+	}
+	if _, ok := b.known[keyOf(c.id)]; ok {
+		close(c.begun)
+		return c, nil // started once, ended and taken: nothing to do
+	}
+	b.cmds[c.id] = c
+	b.known[keyOf(c.id)] = struct{}{}
+	return nil, nil
+}
+
+// forget undoes register: the command never ran.
+func (b *box) forget(c *command) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.cmds[c.id] == c {
+		delete(b.cmds, c.id)
+		delete(b.known, keyOf(c.id))
+	}
+	delete(b.byNum, c.num)
+	for _, s := range c.streams() {
+		s.close()
+	}
+}
+
+// launch sends START. fds replace standard input, output and error when given; they stay the caller's.
+func (b *box) launch(c *command, req *sandbox.Command, fds []int) error {
+	b.mu.Lock()
+	if b.dead {
+		b.mu.Unlock()
+		return fmt.Errorf("sandbox %s has ended: %w", b.id, sandbox.ErrState)
+	}
+	group, err := b.grp.take()
+	if err != nil {
+		b.mu.Unlock()
+		return err
+	}
+	c.group = group
+	c.num = b.nextNum
+	b.nextNum++
+	for _, o := range b.byNum {
+		if !o.hidden {
+			c.outcome.Shared = true
+			o.mu.Lock()
+			o.outcome.Shared = true
+			o.mu.Unlock()
+		}
+	}
+	alone := !c.outcome.Shared
+	b.byNum[c.num] = c
+	b.mu.Unlock()
+
+	c.base = b.counters(group)
+	if !c.hidden && alone {
+		c.base.peak = b.grp.resetPeak()
+	}
+	var far []int
+	defer func() { closeAll(far) }()
+	m := wire.Start{User: req.User, Cwd: req.Cwd, Argv: req.Argv, Env: req.Env, Flags: wire.StartCgroupNS}
+	if req.Terminal != nil {
+		m.Flags |= wire.StartTerminal
+		m.Rows, m.Cols = req.Terminal.Rows, req.Terminal.Cols
+		c.left = req.Timeout
+	} else if fds == nil {
+		if far, err = c.pipes(req); err != nil {
+			b.giveBack(c)
+			return err
+		}
+		fds = far
+	}
+	at, err := unix.Open(b.grp.v2(group), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		b.giveBack(c)
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer unix.Close(at)
+	c.mu.Lock()
+	c.outcome.Started = time.Now()
+	c.left = req.Timeout
+	c.clockLocked(true)
+	c.mu.Unlock()
+	if req.Terminal != nil {
+		c.in = newInput(nil, req)
+	}
+	if err := b.ctl.Send(wire.TStart, c.num, m, wire.StartFDs(at, fds...)...); err != nil {
+		b.giveBack(c)
+		return fmt.Errorf("send START: %w", err)
+	}
+	for _, s := range c.streams() {
+		b.wait.Add(1)
+		go func() {
+			defer b.wait.Done()
+			s.read()
+		}()
+	}
+	return nil
+}
+
+func (b *box) giveBack(c *command) {
+	c.mu.Lock()
+	c.clockLocked(false)
+	c.mu.Unlock()
+	b.mu.Lock()
+	delete(b.byNum, c.num)
+	if c.group != "" {
+		b.grp.put(c.group)
+	}
+	b.mu.Unlock()
+}
+
+// pipes makes the command's standard streams and returns the far ends.
+func (c *command) pipes(req *sandbox.Command) (far []int, err error) {
+	b := c.b
+	defer func() {
+		if err != nil {
+			closeAll(far)
+			far = nil
+		}
+	}()
+	if len(req.Stdin) == 0 && !req.StdinOpen {
+		fd, err := unix.FcntlInt(uintptr(b.k.tmpl.null), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return far, err
+		}
+		far = append(far, fd)
+	} else {
+		f, near, err := b.pipe(false)
+		if err != nil {
+			return far, err
+		}
+		far = append(far, f)
+		c.in = newInput(near, req)
+		if len(req.Stdin) > 0 || !req.StdinOpen {
+			c.in.first(b)
+		}
+	}
+	var outs [2]*stream
+	for i, name := range []sandbox.StreamName{sandbox.Stdout, sandbox.Stderr} {
+		f, near, err := b.pipe(true)
+		if err != nil {
+			return far, err
+		}
+		far = append(far, f)
+		if outs[i], err = newStream(c, name, near, req.OutputCap); err != nil {
+			near.Close()
+			return far, err
+		}
+	}
+	c.mu.Lock()
+	c.out, c.err = outs[0], outs[1]
+	c.mu.Unlock()
+	return far, nil
+}
+
+// pipe returns the command's end and ours. The inode belongs to the sandbox's root and is open to all who can reach it, which is
+// whoever may trace a process that has it: else /dev/stdout can't be opened by a user that was switched to.
+func (b *box) pipe(out bool) (far int, near *os.File, err error) {
+	var p [2]int
+	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
+		return -1, nil, fmt.Errorf("pipe: %w", err)
+	}
+	id := int(b.birth.UIDBase)
+	if err := errors.Join(unix.Fchown(p[0], id, id), unix.Fchmod(p[0], 0o666)); err != nil {
+		closeAll(p[:])
+		return -1, nil, fmt.Errorf("pipe: %w", err)
+	}
+	mine, theirs, name := 1, 0, "stdin"
+	if out {
+		mine, theirs, name = 0, 1, "output"
+	}
+	// Only our end is non-blocking; each end of a pipe is an open file of its own.
+	if err := unix.SetNonblock(p[mine], true); err != nil {
+		closeAll(p[:])
+		return -1, nil, fmt.Errorf("pipe: %w", err)
+	}
+	return p[theirs], os.NewFile(uintptr(p[mine]), name), nil
+}
+
+func (c *command) onStarted(m wire.Started, fds []int) error {
+	defer closeAll(fds)
+	c.mu.Lock()
+	if c.running_ || c.exited {
+		c.mu.Unlock()
+		return fmt.Errorf("STARTED twice: %w", wire.ErrFormat)
+	}
+	c.running_ = true
+	c.mu.Unlock()
+	if len(fds) >= 2 && c.in != nil && c.out == nil { // a terminal
+		if err := c.terminal(fds[1]); err != nil {
+			return err
+		}
+	}
+	close(c.begun)
+	return nil
+}
+
+// terminal takes the master of the command's terminal. It has one output.
+func (c *command) terminal(fd int) error {
+	fd, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFCHR {
+		unix.Close(fd)
+		return fmt.Errorf("terminal: not a character device: %w", errors.Join(err, wire.ErrFormat))
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return err
+	}
+	f := os.NewFile(uintptr(fd), "terminal")
+	s, err := newStream(c, sandbox.Stdout, f, c.in.cap)
+	if err != nil {
+		f.Close()
+		return err
+	}
+	s.tty = true
+	c.mu.Lock()
+	c.out = s
+	c.mu.Unlock()
+	c.in.attach(f)
+	c.b.wait.Add(1)
+	go func() {
+		defer c.b.wait.Done()
+		s.read()
+	}()
+	c.in.first(c.b)
+	return nil
+}
+
+func (c *command) onFailed(m wire.Failed) error {
+	c.mu.Lock()
+	if c.running_ || c.exited {
+		c.mu.Unlock()
+		return fmt.Errorf("FAILED after STARTED: %w", wire.ErrFormat)
+	}
+	c.mu.Unlock()
+	o := sandbox.Outcome{Kind: sandbox.StartFailed, Error: m.Text}
+	if m.Errno != 0 && m.Text == "" {
+		o.Error = unix.Errno(m.Errno).Error()
+	}
+	if m.Stage.Fault() && unix.Errno(m.Errno) != unix.EAGAIN && unix.Errno(m.Errno) != unix.ENOMEM {
+		// The platform's fault, not the request's: the caller gets an error and the command never was.
+		c.mu.Lock()
+		c.failure = fmt.Errorf("start %s: %q: %w", c.id, m.Text, unix.Errno(m.Errno))
+		c.mu.Unlock()
+		c.b.giveBack(c)
+		if !c.hidden {
+			c.b.forget(c)
+		}
+		close(c.begun)
+		if c.onEnd != nil {
+			c.onEnd(o)
+		}
+		return nil
+	}
+	c.settle(o)
+	close(c.begun)
+	return nil
+}
+
+func (c *command) onExited(m wire.Exited) error {
+	c.mu.Lock()
+	if !c.running_ || c.exited {
+		c.mu.Unlock()
+		return fmt.Errorf("EXITED out of turn: %w", wire.ErrFormat)
+	}
+	timedOut, stopped := c.timedOut, c.stopped
+	c.mu.Unlock()
+	ws := unix.WaitStatus(m.Status)
+	o := sandbox.Outcome{}
+	switch {
+	case ws.Exited():
+		o.Kind, o.Code = sandbox.Exited, ws.ExitStatus()
+	case ws.Signaled():
+		o.Kind, o.Signal = sandbox.Signalled, int(ws.Signal())
+	default:
+		return fmt.Errorf("EXITED with status %#x: %w", m.Status, wire.ErrFormat)
+	}
+	if o.Signal == int(unix.SIGKILL) {
+		switch {
+		case timedOut:
+			o = sandbox.Outcome{Kind: sandbox.TimedOut, Signal: o.Signal}
+		case stopped:
+			o = sandbox.Outcome{Kind: sandbox.Killed, Signal: o.Signal}
+		}
+	}
+	c.settle(o)
+	return nil
+}
+
+// onLost settles a command whose sandbox has ended.
+func (c *command) onLost() {
+	c.mu.Lock()
+	if c.exited {
+		c.mu.Unlock()
+		return
+	}
+	started := c.running_
+	timedOut := c.timedOut
+	c.mu.Unlock()
+	o := sandbox.Outcome{Kind: sandbox.Killed, Signal: int(unix.SIGKILL)}
+	if timedOut {
+		o.Kind = sandbox.TimedOut
+	}
+	c.settle(o)
+	if !started {
+		close(c.begun)
+	}
+}
+
+// settle takes the end of the command's process. The end is told when its octets are read, or, where someone holds its output
+// open, after the grace.
+func (c *command) settle(o sandbox.Outcome) {
+	b := c.b
+	now := b.counters(c.group)
+	peak := int64(-1)
+	c.mu.Lock()
+	if c.exited {
+		c.mu.Unlock()
+		return
+	}
+	c.exited = true
+	c.clockLocked(false)
+	o.Shared = c.outcome.Shared
+	o.Started, o.Ended = c.outcome.Started, time.Now()
+	o.MemoryHit = now.oom > c.base.oom
+	o.PidsHit = now.refused > c.base.refused
+	if c.base.peak {
+		peak = b.grp.peak()
+	}
+	o.Usage = sandbox.Usage{CPU: max(0, now.cpu-c.base.cpu), MemoryPeak: peak}
+	if o.Kind == sandbox.Signalled && o.Signal == int(unix.SIGKILL) && o.MemoryHit {
+		o.Kind = sandbox.OutOfMemory
+	}
+	c.outcome = o
+	c.mu.Unlock()
+
+	b.mu.Lock()
+	delete(b.byNum, c.num)
+	if c.group != "" {
+		b.grp.put(c.group)
+	}
+	b.mu.Unlock()
+	c.closeStdin()
+	if o.Kind == sandbox.StartFailed {
+		for _, s := range c.streams() {
+			s.close()
+		}
+	}
+	if c.hidden {
+		c.onEnd(o)
+		return
+	}
+	if !c.complete() {
+		time.AfterFunc(sandbox.OutputGrace, c.grace)
+	}
+}
+
+// grace fixes the end of streams that someone still holds open.
+func (c *command) grace() {
+	for _, s := range c.streams() {
+		s.fixEnd()
+	}
+	c.complete()
+}
+
+// complete makes the end ready to be told when the process has ended and every octet that belongs to it was read.
+func (c *command) complete() bool {
+	c.mu.Lock()
+	if !c.exited || c.end != outNone {
+		c.mu.Unlock()
+		return c.exited
+	}
+	for i, s := range []*stream{c.out, c.err} {
+		if s == nil {
+			continue
+		}
+		s.mu.Lock()
+		done := s.finished
+		s.mu.Unlock()
+		if !done {
+			c.mu.Unlock()
+			return false
+		}
+		e, open := s.result()
+		c.outcome.OutputOpen = c.outcome.OutputOpen || open
+		if i == 0 {
+			c.outcome.Stdout = e
+		} else {
+			c.outcome.Stderr = e
+		}
+	}
+	c.end = outPending
+	c.mu.Unlock()
+	c.b.mark(c)
+	return true
+}
+
+func (c *command) streamChanged(done bool) {
+	if done {
+		c.complete()
+	}
+	if !c.hidden {
+		c.b.mark(c)
+	}
+}
+
+func (c *command) streamEOF(_ *stream, _ bool) {
+	c.complete()
+	c.b.mark(c)
+}
+
+func (c *command) streams() []*stream {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var s []*stream
+	for _, o := range []*stream{c.out, c.err} {
+		if o != nil {
+			s = append(s, o)
+		}
+	}
+	return s
+}
+
+// clock starts or stops the timeout's clock.
+func (c *command) clock(on bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.clockLocked(on)
+}
+
+func (c *command) clockLocked(on bool) {
+	switch {
+	case on && c.left > 0 && c.armed.IsZero() && !c.exited:
+		c.armed = time.Now()
+		c.timer = time.AfterFunc(c.left, c.timeout)
+	case !on && !c.armed.IsZero():
+		c.timer.Stop()
+		c.left = max(time.Nanosecond, c.left-time.Since(c.armed))
+		c.armed = time.Time{}
+	}
+}
+
+// timeout kills all of the command. A group that is frozen is killed at once on v2.
+func (c *command) timeout() {
+	c.mu.Lock()
+	if c.exited || c.armed.IsZero() {
+		c.mu.Unlock()
+		return
+	}
+	c.timedOut = true
+	c.mu.Unlock()
+	if c.session != "" {
+		c.b.sessionTimeout(c)
+		return
+	}
+	if err := c.b.grp.kill(c.group); err != nil {
+		c.b.k.log.Error("kill after timeout", "sandbox", c.b.id, "command", c.id, "err", err)
+	}
+}
+
+func (c *command) endSent() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.end >= outSent
+}
+
+func (c *command) rewind() {
+	for _, s := range c.streams() {
+		s.rewind()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.end == outSent {
+		c.end = outPending
+	}
+}
+
+// pump sends a segment of each stream, then the end; left says that more is there.
+func (c *command) pump(l *link) (sent int, left bool, err error) {
+	for _, s := range c.streams() {
+		g := s.next()
+		if g == nil {
+			continue
+		}
+		left = true
+		sent += len(g.data)
+		err := l.send(evOutput, &outputEvent{c.b.id, c.id, s.name, g.offset, g.late}, g.data, func() {
+			s.ack(g)
+			c.maybeDrop()
+		})
+		if err != nil {
+			return sent, false, err
+		}
+	}
+	if left {
+		return sent, true, nil
+	}
+	c.mu.Lock()
+	if c.end != outPending {
+		c.mu.Unlock()
+		return sent, false, nil
+	}
+	c.end = outSent
+	o := c.outcome
+	c.mu.Unlock()
+	err = l.send(evCommandEnded, &endEvent{c.b.id, c.id, o}, nil, func() {
+		c.mu.Lock()
+		c.end = outTaken
+		c.mu.Unlock()
+		c.maybeDrop()
+	})
+	return sent, false, err
+}
+
+// maybeDrop forgets all of a command but that it was, once the host has everything.
+func (c *command) maybeDrop() {
+	c.mu.Lock()
+	taken := c.end == outTaken
+	c.mu.Unlock()
+	if !taken {
+		return
+	}
+	for _, s := range c.streams() {
+		if !s.idle() {
+			return
+		}
+	}
+	c.b.mu.Lock()
+	if c.b.cmds[c.id] == c {
+		delete(c.b.cmds, c.id)
+	}
+	c.b.mu.Unlock()
+}
+
+func (c *command) running() Running {
+	r := Running{ID: c.id, Session: c.session}
+	for _, s := range c.streams() {
+		if s.name == sandbox.Stdout {
+			r.Stdout = s.ackedTo()
+		} else {
+			r.Stderr = s.ackedTo()
+		}
+	}
+	c.mu.Lock()
+	r.Ended = c.exited
+	in := c.in
+	c.mu.Unlock()
+	if in != nil {
+		r.Stdin = in.takenTo()
+	}
+	return r
+}
+
+// find returns a command that has not ended.
+func (b *box) find(id string) (*command, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.cmds[id]
+	if c == nil {
+		if _, ok := b.known[keyOf(id)]; ok {
+			return nil, fmt.Errorf("command %s has ended: %w", id, sandbox.ErrState)
+		}
+		return nil, fmt.Errorf("command %s: %w", id, sandbox.ErrNotFound)
+	}
+	return c, nil
+}
+
+func (b *box) signal(id string, sig int) error {
+	if sig < 1 || sig > 64 {
+		return fmt.Errorf("signal %d: want 1 to 64: %w", sig, sandbox.ErrInvalid)
+	}
+	c, err := b.find(id)
+	if err != nil {
+		return err
+	}
+	if c.session != "" {
+		return b.signalSession(c, sig)
+	}
+	c.mu.Lock()
+	ended := c.exited
+	c.mu.Unlock()
+	if ended {
+		return fmt.Errorf("signal: command %s has ended: %w", id, sandbox.ErrState)
+	}
+	if err := b.ctl.Send(wire.TSignal, c.num, wire.Signal{Signal: int32(sig)}); err != nil {
+		return fmt.Errorf("signal %s: %w", id, err)
+	}
+	return nil
+}
+
+func (b *box) resize(id string, size sandbox.Size) error {
+	c, err := b.find(id)
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	s := c.out
+	c.mu.Unlock()
+	if s == nil || !s.tty {
+		return fmt.Errorf("resize: command %s has no terminal: %w", id, sandbox.ErrState)
+	}
+	var e error
+	err = s.raw.Control(func(fd uintptr) {
+		e = unix.IoctlSetWinsize(int(fd), unix.TIOCSWINSZ, &unix.Winsize{Row: size.Rows, Col: size.Cols})
+	})
+	if err := errors.Join(err, e); err != nil {
+		return fmt.Errorf("resize %s: %w", id, err)
+	}
+	return nil
+}
+
+func (b *box) stdin(ctx context.Context, r *stdinRequest) (int64, error) {
+	c, err := b.find(r.Cmd)
+	if err != nil {
+		return 0, err
+	}
+	c.mu.Lock()
+	in := c.in
+	c.mu.Unlock()
+	if in == nil {
+		return 0, fmt.Errorf("stdin of %s: it was not opened: %w", r.Cmd, sandbox.ErrState)
+	}
+	return in.write(ctx, r.Offset, r.Data, r.EOF)
+}
+
+func (c *command) closeStdin() {
+	c.mu.Lock()
+	in := c.in
+	c.mu.Unlock()
+	if in != nil {
+		in.close()
+	}
+}
