@@ -1,0 +1,131 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+)
+
+type logsCmd struct {
+	ID     string `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
+	Follow bool   `short:"f" help:"Go on until the sandbox has ended."`
+	From   int64  `help:"First sequence number." default:"1"`
+	Quiet  bool   `short:"q" help:"Without the output of the commands."`
+}
+
+func (x *logsCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	q := &dsecv1.ReadLogRequest{Sandbox: x.ID, FromSeq: x.From, Follow: x.Follow, Output: !x.Quiet}
+	if c.Output == "json" {
+		return cl.Log(ctx, q, func(r *dsecv1.LogRecord) error {
+			b, err := protojson.Marshal(r)
+			if err == nil {
+				fmt.Println(string(b))
+			}
+			return err
+		})
+	}
+	return cl.Log(ctx, q, func(r *dsecv1.LogRecord) error { return printRecord(r) })
+}
+
+// printRecord writes one line a record: sequence number, time, what happened; output octets follow indented.
+func printRecord(r *dsecv1.LogRecord) error {
+	head := fmt.Sprintf("%6d  %s  %-11s", r.Seq, r.Time.AsTime().Local().Format("15:04:05.000"), r.Kind)
+	switch r.Kind {
+	case "output":
+		if len(r.Data) == 0 {
+			_, err := fmt.Printf("%s %s %s @%d %d octets\n", head, r.Step, r.Stream, r.Offset, r.Length)
+			return err
+		}
+		for line := range strings.Lines(string(r.Data)) {
+			fmt.Printf("%s %s %s| %s\n", head, r.Step, r.Stream, strings.TrimRight(line, "\n"))
+			head = strings.Repeat(" ", len(head))
+		}
+		return nil
+	case "end":
+		_, err := fmt.Printf("%s %s %s\n", head, r.Step, outcomeText(r.Outcome))
+		return err
+	}
+	detail := r.State
+	if r.Cause != nil && r.Cause.Class != "" {
+		detail += fmt.Sprintf(" (%s: %s %s)", r.Cause.Class, r.Cause.Reason, r.Cause.Detail)
+	}
+	if r.RequestJson != "" {
+		detail += " " + requestText(r.RequestJson)
+	}
+	_, err := fmt.Fprintln(os.Stdout, strings.TrimRight(head+" "+strings.TrimSpace(r.Step+" "+detail), " "))
+	return err
+}
+
+// requestText shows what a step asked for: its argument list or text where it has one, else the whole request.
+func requestText(j string) string {
+	var m struct {
+		Argv    []string `json:"argv"`
+		Text    string   `json:"text"`
+		Session string   `json:"session"`
+	}
+	if json.Unmarshal([]byte(j), &m) == nil {
+		if len(m.Argv) > 0 {
+			return quoteWords(m.Argv)
+		}
+		if m.Session != "" && m.Text != "" {
+			return fmt.Sprintf("[%s] %q", m.Session, m.Text)
+		}
+	}
+	if len(j) > 300 {
+		j = j[:300] + "..."
+	}
+	return j
+}
+
+func quoteWords(words []string) string {
+	out := make([]string, len(words))
+	for i, w := range words {
+		if w == "" || strings.ContainsAny(w, " \t\n'\"\\$`;&|<>*?()[]{}#~!") {
+			w = "'" + strings.ReplaceAll(w, "'", `'\''`) + "'"
+		}
+		out[i] = w
+	}
+	return strings.Join(out, " ")
+}
+
+func outcomeText(o *dsecv1.Outcome) string {
+	if o == nil {
+		return ""
+	}
+	var b strings.Builder
+	b.WriteString(o.Kind)
+	switch o.Kind {
+	case "exited":
+		fmt.Fprintf(&b, " %d", o.Code)
+	case "signalled", "out_of_memory", "killed":
+		fmt.Fprintf(&b, " signal %d", o.Signal)
+	}
+	if o.Error != "" {
+		fmt.Fprintf(&b, ": %s", o.Error)
+	}
+	for text, on := range map[string]bool{"output open": o.OutputOpen, "session ended": o.SessionEnd, "memory limit hit": o.MemoryHit,
+		"process limit hit": o.PidsHit, "disk full": o.DiskHit} {
+		if on {
+			fmt.Fprintf(&b, ", %s", text)
+		}
+	}
+	if o.Stdout != nil && o.Stderr != nil {
+		fmt.Fprintf(&b, ", stdout %d, stderr %d octets", o.Stdout.Total, o.Stderr.Total)
+	}
+	fmt.Fprintf(&b, ", cpu %v", (time.Duration(o.CpuUs) * time.Microsecond).Round(100*time.Microsecond))
+	if o.MemoryPeak > 0 {
+		fmt.Fprintf(&b, ", peak %s", octetText(o.MemoryPeak))
+	}
+	return b.String()
+}

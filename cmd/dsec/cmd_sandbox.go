@@ -1,0 +1,319 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sort"
+	"strings"
+	"time"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/client"
+)
+
+// sandboxFlags describe a new sandbox.
+type sandboxFlags struct {
+	Env        string            `short:"e" help:"Environment (name or name@version)." placeholder:"NAME"`
+	Layer      []string          `help:"Layer instead of an environment; repeat, lowest first." placeholder:"REF" sep:"none"`
+	Name       string            `help:"Name, unique among the living sandboxes of the project."`
+	Job        string            `help:"Job that the sandbox belongs to."`
+	KeyID      string            `name:"create-key" help:"Idempotency key: the same key never makes two." placeholder:"KEY"`
+	Label      map[string]string `short:"l" help:"Label k=v; repeat." mapsep:"none"`
+	Memory     size              `short:"m" help:"Memory limit (default 2g)." placeholder:"SIZE"`
+	Disk       size              `help:"Limit of its own writes (default 10g)." placeholder:"SIZE"`
+	Pids       int64             `help:"Process limit (default 4096)." placeholder:"N"`
+	CPU        float64           `name:"cpu" help:"CPU cap; none by default." placeholder:"N"`
+	Idle       time.Duration     `help:"Stop after this long without activity (default 30m)." placeholder:"DUR"`
+	Total      time.Duration     `help:"Stop after this long (default 24h)." placeholder:"DUR"`
+	OnIdle     string            `help:"At the idle limit: stop or pause." enum:"stop,pause," default:""`
+	Net        string            `help:"Network: none (default) or open." enum:"none,open," default:""`
+	User       string            `short:"u" help:"User of its commands (default: the environment's)."`
+	Cwd        string            `short:"w" help:"Working folder of its commands."`
+	Var        map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
+	NoNewPrivs bool              `help:"Setuid programs gain nothing."`
+	BestEffort bool              `help:"Yield the CPU to other sandboxes."`
+}
+
+func (f *sandboxFlags) options() (client.Options, error) {
+	if (f.Env == "") == (len(f.Layer) == 0) {
+		return client.Options{}, fmt.Errorf("--env or --layer: give one of them (`dsec env ls` lists the environments)")
+	}
+	return client.Options{Environment: f.Env, Layers: f.Layer, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
+		Disk: int64(f.Disk), Pids: f.Pids, CPU: f.CPU, Idle: f.Idle, Total: f.Total, OnIdle: f.OnIdle, Network: f.Net, User: f.User, Cwd: f.Cwd,
+		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort}, nil
+}
+
+type createCmd struct {
+	sandboxFlags
+	Count int  `short:"n" help:"How many." default:"1"`
+	All   bool `help:"All or none."`
+}
+
+func (x *createCmd) Run(ctx context.Context, c *cli) error {
+	o, err := x.options()
+	if err != nil {
+		return err
+	}
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	if x.Count == 1 {
+		sb, err := cl.RunContainer(ctx, o)
+		if err != nil {
+			return err
+		}
+		return c.emit(sb.Data, func() { fmt.Println(sb.ID) })
+	}
+	made, failed, err := cl.RunContainers(ctx, o, x.Count, x.All)
+	if err != nil {
+		return err
+	}
+	if err := emitList(c, datas(made), func() {
+		for _, s := range made {
+			fmt.Println(s.ID)
+		}
+	}); err != nil {
+		return err
+	}
+	return itemErrors(failed)
+}
+
+func datas(list []*client.Sandbox) (out []*dsecv1.Sandbox) {
+	for _, s := range list {
+		out = append(out, s.Data)
+	}
+	return out
+}
+
+func itemErrors(list []*dsecv1.ItemError) error {
+	for _, e := range list {
+		fmt.Fprintf(os.Stderr, "dsec: %s%s\n", prefix(e.Id), e.Message)
+	}
+	if len(list) > 0 {
+		return exitCode(1)
+	}
+	return nil
+}
+
+func prefix(id string) string {
+	if id == "" {
+		return ""
+	}
+	return id + ": "
+}
+
+type psCmd struct {
+	Job   string            `help:"Only of this job."`
+	Label map[string]string `short:"l" help:"Only with this label k=v; repeat." mapsep:"none"`
+	State []string          `help:"Only in this state; repeat."`
+	All   bool              `short:"a" help:"Ended ones too."`
+	Quiet bool              `short:"q" help:"IDs only."`
+}
+
+func (x *psCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	list, err := cl.List(ctx, &dsecv1.Selector{Job: x.Job, Labels: x.Label, States: x.State, IncludeEnded: x.All})
+	if err != nil {
+		return err
+	}
+	return emitList(c, datas(list), func() {
+		if x.Quiet {
+			for _, s := range list {
+				fmt.Println(s.ID)
+			}
+			return
+		}
+		var rows [][]string
+		for _, s := range list {
+			d := s.Data
+			env := d.Environment
+			if env == "" && len(d.Layers) > 0 {
+				env = short(d.Layers[0])
+			}
+			state := d.State
+			if d.Cause != nil && d.Cause.Class != "" && d.Cause.Class != "none" {
+				state += " (" + d.Cause.Class + ": " + d.Cause.Reason + ")"
+			}
+			rows = append(rows, []string{d.Id, dash(d.Name), state, env, d.Job, ago(d.Created.AsTime()), labelText(d.Labels)})
+		}
+		table(os.Stdout, []string{"ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "LABELS"}, rows)
+	})
+}
+
+func dash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}
+
+func labelText(m map[string]string) string {
+	var out []string
+	for k, v := range m {
+		out = append(out, k+"="+v)
+	}
+	sort.Strings(out)
+	return strings.Join(out, ",")
+}
+
+type inspectCmd struct {
+	ID []string `arg:"" help:"Sandbox IDs or names."`
+}
+
+func (x *inspectCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	c.Output = "json"
+	for _, id := range x.ID {
+		s, err := cl.Get(ctx, id)
+		if err != nil {
+			return err
+		}
+		if err := c.emit(s.Data, nil); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// group picks the sandboxes of a command that works on many.
+type group struct {
+	ID    []string          `arg:"" optional:"" help:"Sandbox IDs or names."`
+	Job   string            `help:"All of this job."`
+	Label map[string]string `short:"l" help:"All with this label k=v; repeat." mapsep:"none"`
+}
+
+func (g *group) selector() (*dsecv1.Selector, error) {
+	if len(g.ID) == 0 && g.Job == "" && len(g.Label) == 0 {
+		return nil, fmt.Errorf("name sandboxes by ID, --job or --label")
+	}
+	return &dsecv1.Selector{Ids: g.ID, Job: g.Job, Labels: g.Label}, nil
+}
+
+func (g *group) report(c *cli, r *dsecv1.SelectorResult) error {
+	if err := emitList(c, r.Sandboxes, func() {
+		for _, s := range r.Sandboxes {
+			fmt.Println(s.Id, s.State)
+		}
+	}); err != nil {
+		return err
+	}
+	return itemErrors(r.Errors)
+}
+
+type stopCmd struct{ group }
+
+func (x *stopCmd) Run(ctx context.Context, c *cli) error {
+	sel, err := x.selector()
+	if err != nil {
+		return err
+	}
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	r, err := cl.StopAll(ctx, sel)
+	if err != nil {
+		return err
+	}
+	return x.report(c, r)
+}
+
+type pauseCmd struct{ group }
+
+func (x *pauseCmd) Run(ctx context.Context, c *cli) error {
+	sel, err := x.selector()
+	if err != nil {
+		return err
+	}
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	r, err := cl.PauseAll(ctx, sel, "")
+	if err != nil {
+		return err
+	}
+	return x.report(c, r)
+}
+
+type resumeCmd struct{ group }
+
+func (x *resumeCmd) Run(ctx context.Context, c *cli) error {
+	sel, err := x.selector()
+	if err != nil {
+		return err
+	}
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	r, err := cl.ResumeAll(ctx, sel)
+	if err != nil {
+		return err
+	}
+	return x.report(c, r)
+}
+
+type snapshotCmd struct {
+	ID string `arg:"" help:"Sandbox ID or name."`
+	As string `arg:"" optional:"" help:"Layer name to publish it under, such as work/fixed."`
+}
+
+func (x *snapshotCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	ref, err := cl.Sandbox(x.ID).Snapshot(ctx, x.As)
+	if err != nil {
+		return err
+	}
+	fmt.Println(ref)
+	return nil
+}
+
+type topCmd struct {
+	Once bool `help:"Print once and end."`
+}
+
+func (x *topCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	for {
+		list, err := cl.List(ctx, &dsecv1.Selector{States: []string{"running", "paused"}})
+		if err != nil {
+			return err
+		}
+		var rows [][]string
+		for _, s := range list {
+			st, err := s.Stats(ctx)
+			if err != nil {
+				continue // it ended meanwhile
+			}
+			rows = append(rows, []string{s.ID, s.Data.State, (time.Duration(st.CpuUs) * time.Microsecond).Round(10 * time.Millisecond).String(),
+				octetText(st.Memory), octetText(st.MemoryPeak), fmt.Sprint(st.Pids), octetText(st.Disk), fmt.Sprint(st.OomKills)})
+		}
+		if !x.Once {
+			fmt.Print("\x1b[H\x1b[2J")
+		}
+		table(os.Stdout, []string{"ID", "STATE", "CPU", "MEMORY", "PEAK", "PIDS", "DISK", "OOM"}, rows)
+		if x.Once {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(2 * time.Second):
+		}
+	}
+}

@@ -1,0 +1,106 @@
+// Command dsec is the whole of dsec in one binary: the services of a machine (up, gateway, host, keeper), what looks at them (doctor,
+// top) and the client commands of a person (run, exec, cp, logs, ...). It is the only place where the packages are wired together.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/alecthomas/kong"
+
+	"github.com/dsec-dev/dsec/client"
+)
+
+// version is set by the build.
+var version = "dev"
+
+type cli struct {
+	URL     string           `help:"Server: http://host:port, https://host:port or unix:/path." env:"DSEC_URL" placeholder:"URL"`
+	Key     string           `help:"API key." env:"DSEC_KEY" placeholder:"KEY"`
+	KeyFile string           `help:"File that holds the API key." env:"DSEC_KEY_FILE" placeholder:"FILE"`
+	Output  string           `short:"o" help:"Output: text or json." enum:"text,json" default:"text"`
+	Version kong.VersionFlag `help:"Print the version."`
+
+	Run      runCmd      `cmd:"" group:"sandboxes" help:"Run one command in a new sandbox and stop it afterwards."`
+	Create   createCmd   `cmd:"" group:"sandboxes" help:"Make sandboxes and print their IDs."`
+	Exec     execCmd     `cmd:"" group:"sandboxes" help:"Run a command in a sandbox."`
+	Shell    shellCmd    `cmd:"" group:"sandboxes" help:"Open a terminal in a sandbox."`
+	Cp       cpCmd       `cmd:"" group:"sandboxes" help:"Copy files or folders to or from a sandbox (SANDBOX:/path)."`
+	Ps       psCmd       `cmd:"" group:"sandboxes" help:"List sandboxes."`
+	Inspect  inspectCmd  `cmd:"" group:"sandboxes" help:"Show all that is known of a sandbox."`
+	Stop     stopCmd     `cmd:"" group:"sandboxes" help:"Stop sandboxes by ID, name, label or job."`
+	Pause    pauseCmd    `cmd:"" group:"sandboxes" help:"Freeze sandboxes; any request wakes them."`
+	Resume   resumeCmd   `cmd:"" group:"sandboxes" help:"Wake paused sandboxes."`
+	Logs     logsCmd     `cmd:"" group:"sandboxes" help:"Show the trajectory of a sandbox: every step, with its output."`
+	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
+	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
+
+	Layer layerCmd `cmd:"" group:"environments" help:"Build, list, roll back and remove layers."`
+	Env   envCmd   `cmd:"" group:"environments" help:"Compose, list, roll back and remove environments."`
+
+	Up      upCmd      `cmd:"" group:"services" help:"Run gateway, monitor and host of one machine."`
+	Gateway gatewayCmd `cmd:"" group:"services" help:"Run a gateway (with its monitor)."`
+	Host    hostCmd    `cmd:"" group:"services" help:"Run a host."`
+	Monitor monitorCmd `cmd:"" group:"services" help:"Watch the hosts and print what they report."`
+	Keeper  keeperCmd  `cmd:"" group:"services" hidden:"" help:"Spawn and hold sandboxes for a host (started by the host)."`
+	Doctor  doctorCmd  `cmd:"" group:"services" help:"Say what this host can do, feature by feature, and why not."`
+	APIKey  keyCmd     `cmd:"" name:"key" group:"services" help:"Make, list and revoke API keys."`
+
+	Completion completionCmd `cmd:"" group:"other" help:"Print a shell completion script (bash, zsh, fish)."`
+}
+
+// exitCode ends the program with the code of a command that ran in a sandbox.
+type exitCode int
+
+func (e exitCode) Error() string { return fmt.Sprintf("exit %d", int(e)) }
+
+func main() {
+	if len(os.Args) > 1 && os.Args[1] == "keeper" {
+		os.Exit(keeperMain(os.Args[2:]))
+	}
+	var c cli
+	k := kong.Must(&c, kong.Name("dsec"),
+		kong.Description("Sandboxes for agents: isolated, stateful environments that start in milliseconds, and a log that never lies."),
+		kong.UsageOnError(), kong.Vars{"version": "dsec " + version},
+		kong.ExplicitGroups([]kong.Group{{Key: "sandboxes", Title: "Sandboxes"}, {Key: "environments", Title: "Layers and environments"},
+			{Key: "services", Title: "Services"}, {Key: "other", Title: "Other"}}))
+	words := os.Args[1:]
+	if len(words) == 0 {
+		words = []string{"--help"}
+	}
+	parsed, err := k.Parse(words)
+	k.FatalIfErrorf(err)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	parsed.BindTo(ctx, (*context.Context)(nil))
+	err = parsed.Run(&c)
+	var code exitCode
+	switch {
+	case err == nil:
+	case errors.As(err, &code):
+		os.Exit(int(code))
+	default:
+		fmt.Fprintln(os.Stderr, "dsec:", explain(err))
+		os.Exit(125)
+	}
+}
+
+// explain adds what to do next to the errors that have one answer.
+func explain(err error) string {
+	text := err.Error()
+	switch {
+	case errors.Is(err, client.ErrDenied):
+		return text + "\nGive the key with --key-file or DSEC_KEY; `dsec up` wrote the first one beside its socket."
+	case errors.Is(err, context.Canceled):
+		return "interrupted"
+	}
+	return text
+}
+
+func (c *cli) client(ctx context.Context) (*client.Client, error) {
+	return client.Connect(ctx, client.Config{URL: c.URL, Key: c.Key, KeyFile: c.KeyFile})
+}

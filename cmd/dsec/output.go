@@ -1,0 +1,117 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+)
+
+// emit prints a message as one JSON value, or calls text.
+func (c *cli) emit(m proto.Message, text func()) error {
+	if c.Output != "json" {
+		text()
+		return nil
+	}
+	b, err := protojson.MarshalOptions{EmitDefaultValues: true}.Marshal(m)
+	if err != nil {
+		return err
+	}
+	fmt.Println(string(b))
+	return nil
+}
+
+func emitList[M proto.Message](c *cli, list []M, text func()) error {
+	if c.Output != "json" {
+		text()
+		return nil
+	}
+	raw := make([]json.RawMessage, 0, len(list))
+	for _, m := range list {
+		b, err := protojson.MarshalOptions{EmitDefaultValues: true}.Marshal(m)
+		if err != nil {
+			return err
+		}
+		raw = append(raw, b)
+	}
+	return json.NewEncoder(os.Stdout).Encode(raw)
+}
+
+// table writes aligned columns.
+func table(w io.Writer, head []string, rows [][]string) {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, strings.Join(head, "\t"))
+	for _, r := range rows {
+		fmt.Fprintln(t, strings.Join(r, "\t"))
+	}
+	t.Flush()
+}
+
+func ago(t time.Time) string {
+	if t.IsZero() || t.Unix() == 0 {
+		return "-"
+	}
+	d := time.Since(t)
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", int(d.Seconds()))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
+
+// size is a number of octets as a flag: 512m, 2g, 100k or plain.
+type size int64
+
+func (s *size) UnmarshalText(b []byte) error {
+	text := strings.TrimSuffix(strings.ToLower(strings.TrimSpace(string(b))), "ib")
+	text = strings.TrimSuffix(text, "b")
+	shift := 0
+	if n := len(text); n > 0 {
+		if i := strings.IndexByte("kmgt", text[n-1]); i >= 0 {
+			shift, text = 10*(i+1), text[:n-1]
+		}
+	}
+	v, err := strconv.ParseFloat(text, 64)
+	if err != nil || v < 0 || v > float64(int64(1)<<(62-shift)) {
+		return fmt.Errorf("%q: want a size such as 512m or 2g", b)
+	}
+	*s = size(v * float64(int64(1)<<shift))
+	return nil
+}
+
+func octetText(n int64) string {
+	if n < 0 {
+		return "-"
+	}
+	f, unit := float64(n), "B"
+	for _, u := range []string{"KiB", "MiB", "GiB", "TiB"} {
+		if f < 1024 {
+			break
+		}
+		f, unit = f/1024, u
+	}
+	if unit == "B" {
+		return fmt.Sprintf("%d B", n)
+	}
+	return fmt.Sprintf("%.1f %s", f, unit)
+}
+
+// short is the part of a layer's ID that a person compares.
+func short(id string) string {
+	h := strings.TrimPrefix(id, "sha256:")
+	if len(h) > 12 && h != id {
+		return h[:12]
+	}
+	return id
+}

@@ -1,0 +1,487 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/confine"
+	"github.com/dsec-dev/dsec/internal/facts"
+	"github.com/dsec-dev/dsec/internal/gateway"
+	"github.com/dsec-dev/dsec/internal/guest/binary"
+	"github.com/dsec-dev/dsec/internal/host"
+	"github.com/dsec-dev/dsec/internal/iam"
+	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/layer/upper"
+	"github.com/dsec-dev/dsec/internal/monitor"
+	"github.com/dsec-dev/dsec/internal/obs"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
+	"github.com/dsec-dev/dsec/internal/trajectory"
+)
+
+func keeperMain(args []string) int { return keeper.Main(args) }
+
+// keeperCmd only documents the command: main hands it over before anything is parsed, since the keeper has flags of its own.
+type keeperCmd struct{}
+
+func (keeperCmd) Run() error { return errors.New("the keeper is started by its host") }
+
+// hostFlags are what a host needs beside its places.
+type hostFlags struct {
+	PoolSize   size   `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
+	PoolDriver string `help:"Force a pool driver: btrfs, folder, quota, loop or tmpfs." placeholder:"NAME"`
+	StoreDir   string `name:"store" help:"Folder that holds the layers (default: STATE/store)." type:"path" placeholder:"FOLDER"`
+	UIDBase    uint32 `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
+	Slots      int    `help:"Sandboxes that may live at once." placeholder:"N"`
+}
+
+// machine is a host with all that runs for it.
+type machine struct {
+	host    *host.Host
+	backend *container.Backend
+	log     *trajectory.Log
+	pool    *upper.Pool
+	guest   *os.File
+	token   string
+	id      sandbox.HostID
+	logger  *slog.Logger
+	calls   *obs.Calls
+}
+
+// uppers lends the pool to the container driver.
+type uppers struct{ *upper.Pool }
+
+func (u uppers) Create(ctx context.Context, id sandbox.ID, limit int64) (string, string, error) {
+	x, err := u.Pool.Create(ctx, string(id), upper.Request{Disk: limit})
+	return x.Dir, x.Work, err
+}
+func (u uppers) Remove(ctx context.Context, id sandbox.ID) error { return u.Pool.Remove(ctx, string(id)) }
+func (u uppers) Usage(_ context.Context, id sandbox.ID) (int64, error) {
+	return u.Pool.Usage(string(id))
+}
+func (u uppers) List(context.Context) ([]sandbox.ID, error) {
+	names, err := u.Pool.List()
+	out := make([]sandbox.ID, len(names))
+	for i, n := range names {
+		out[i] = sandbox.ID(n)
+	}
+	return out, err
+}
+
+func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg *prometheus.Registry, logger *slog.Logger) (m *machine, err error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("a host needs root: it makes mounts, namespaces and cgroups (`dsec doctor` says what else)")
+	}
+	m = &machine{logger: logger, token: token}
+	defer func() {
+		if err != nil {
+			m.close()
+		}
+	}()
+	if m.id, err = identity(p.State); err != nil {
+		return nil, err
+	}
+	if m.log, err = trajectory.Open(trajectory.Default(filepath.Join(p.State, "log")), logger); err != nil {
+		return nil, err
+	}
+	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
+		return nil, err
+	}
+	st, err := openStore(p, f.StoreDir)
+	if err != nil {
+		return nil, err
+	}
+	if m.guest, err = binary.Open(); err != nil {
+		return nil, err
+	}
+	cc, err := p.container(m.id, f, m.guest)
+	if err != nil {
+		return nil, err
+	}
+	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: uppers{m.pool}, Log: logger}); err != nil {
+		return nil, err
+	}
+	hc, err := p.host(m.id)
+	if err != nil {
+		return nil, err
+	}
+	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {
+		return nil, err
+	}
+	m.host, err = host.New(hc, host.Deps{
+		Backends: map[string]sandbox.Backend{"container": m.backend},
+		Log:      m.log, Disk: m.pool.Free, LogDisk: func() (int64, error) { return freeSpace(p.State) },
+		Logger: logger, Registry: reg,
+	})
+	return m, err
+}
+
+func openStore(p *places, dir string) (*store.Dir, error) {
+	if dir == "" {
+		dir = filepath.Join(p.State, "store")
+	}
+	return store.NewDir(dir)
+}
+
+func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (container.Config, error) {
+	filter, err := confine.Container().Compile(false)
+	if err != nil {
+		return container.Config{}, err
+	}
+	cc := container.Config{
+		Instance: instance(id), Host: string(id), StateDir: filepath.Join(p.State, "container"), RunDir: filepath.Join(p.RunDir, "keeper-"+instance(id)),
+		UIDBase: f.UIDBase, Slots: f.Slots, Guest: guest, Seccomp: filter,
+		LeaveDynmods: p.settings.Host.LeaveDynmods, NetnsPool: p.settings.Host.NetnsPool,
+	}
+	cc.Network.Off = p.settings.Network.Off
+	for _, r := range p.settings.Network.Ranges {
+		prefix, err := netip.ParsePrefix(r)
+		if err != nil {
+			return cc, fmt.Errorf("network.ranges: %w", err)
+		}
+		cc.Network.Ranges = append(cc.Network.Ranges, prefix)
+	}
+	return cc, nil
+}
+
+func (p *places) host(id sandbox.HostID) (host.Config, error) {
+	hc, s := host.Default(), p.settings.Host
+	hc.ID, hc.Dir, hc.Version = id, p.State, version
+	if s.MaxSandboxes > 0 {
+		hc.MaxSandboxes = s.MaxSandboxes
+	}
+	if s.MaxBirths > 0 {
+		hc.MaxBirths = s.MaxBirths
+	}
+	err := errors.Join(setSize(&hc.MemoryReserve, s.MemoryReserve), setSize(&hc.DiskReserve, s.DiskReserve), setSize(&hc.LogReserve, s.LogReserve),
+		setDuration(&hc.Retention, s.Retention))
+	return hc, err
+}
+
+func freeSpace(dir string) (int64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return 0, fmt.Errorf("free space of %s: %w", dir, err)
+	}
+	return int64(st.Bavail) * st.Bsize, nil
+}
+
+func (m *machine) close() {
+	if m.log != nil {
+		if err := m.log.Close(); err != nil {
+			m.logger.Error("close the log", "err", err)
+		}
+	}
+	if m.guest != nil {
+		m.guest.Close()
+	}
+}
+
+// serve runs the host until ctx ends. With stop, all sandboxes are stopped then and the keeper and the pool go too.
+func (m *machine) serve(ctx context.Context, stop bool, listeners ...net.Listener) error {
+	guard, err := rpc.ClusterGuard(m.token)
+	if err != nil {
+		return err
+	}
+	edge := &rpc.Edge{Log: m.logger, Guard: guard, Observe: m.calls.Observe}
+	server, err := rpc.NewServer(m.host.Handler(edge), rpc.ServerConfig{Log: m.logger})
+	if err != nil {
+		return err
+	}
+	// What the host needs outlives the host, so that it can stop its sandboxes; each part ends only when what uses it has.
+	below, end := context.WithCancel(context.WithoutCancel(ctx))
+	defer end()
+	inner, run := errgroup.WithContext(below)
+	defer func() { end(); _ = inner.Wait() }()
+	inner.Go(func() error { return m.log.Run(run) })
+	inner.Go(func() error { return m.pool.Run(run) })
+	inner.Go(func() error { return m.backend.Run(run) })
+	if err := m.backend.WaitReady(ctx); err != nil {
+		return err
+	}
+	hostCtx, endHost := context.WithCancel(below)
+	defer endHost()
+	var outer errgroup.Group
+	outer.Go(func() error { return m.host.Run(hostCtx) })
+	outer.Go(func() error { return server.Run(hostCtx, listeners...) })
+	failed := make(chan error, 1)
+	go func() { failed <- outer.Wait() }()
+	select {
+	case err = <-failed:
+		return err
+	case <-ctx.Done():
+	case <-run.Done():
+		err = context.Cause(run)
+	}
+	if stop {
+		err = errors.Join(err, m.stopAll())
+	}
+	endHost()
+	return errors.Join(err, <-failed)
+}
+
+// stopAll ends all sandboxes, then the keeper, and releases the pool.
+func (m *machine) stopAll() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	return errors.Join(m.host.StopAll(ctx), m.backend.Release(ctx))
+}
+
+// entry is a gateway with what it stands on.
+type entry struct {
+	gateway *gateway.Gateway
+	monitor *monitor.Monitor
+	facts   *facts.Bolt
+	logger  *slog.Logger
+	server  *rpc.Server
+}
+
+type gatewayFlags struct {
+	Listen   string   `help:"Address for clients beside the socket; empty for none." default:"127.0.0.1:7300"`
+	TLSCert  string   `name:"tls-cert" help:"Certificate (PEM) for the address." type:"existingfile" placeholder:"FILE"`
+	TLSKey   string   `name:"tls-key" help:"Its key (PEM)." type:"existingfile" placeholder:"FILE"`
+	Metrics  bool     `help:"Serve /metrics without a key on the same addresses." default:"true" negatable:""`
+	HostAddr []string `name:"host" help:"Address of a host: unix:/path, http://host:port or https://host:port; repeat." placeholder:"ADDR" sep:"none"`
+}
+
+func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role, token string, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
+	e = &entry{logger: logger}
+	if e.facts, err = facts.OpenBolt(filepath.Join(p.State, "facts.db")); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			e.facts.Close()
+		}
+	}()
+	st, err := openStore(p, storeDir)
+	if err != nil {
+		return nil, err
+	}
+	keys := iam.New(e.facts)
+	if err := keys.CreateProject(ctx, iam.DefaultProject); err != nil {
+		return nil, err
+	}
+	if err := keys.EnsureFirst(ctx, filepath.Join(p.RunDir, "key")); err != nil {
+		return nil, err
+	}
+	hosts := append(f.HostAddr, p.settings.Gateway.Hosts...)
+	if len(hosts) == 0 {
+		return nil, errors.New("--host: name at least one host")
+	}
+	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: rpc.PeerConfig{Token: token}}, logger); err != nil {
+		return nil, err
+	}
+	e.gateway, err = gateway.New(gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain},
+		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: layer.New(e.facts, st), Log: logger, Registry: reg})
+	if err != nil {
+		return nil, err
+	}
+	e.server, err = rpc.NewServer(e.gateway.Handler(), rpc.ServerConfig{CertFile: f.TLSCert, KeyFile: f.TLSKey, Log: logger})
+	return e, err
+}
+
+func (e *entry) serve(ctx context.Context, listeners ...net.Listener) error {
+	defer e.facts.Close()
+	g, run := errgroup.WithContext(ctx)
+	g.Go(func() error { return e.monitor.Run(run) })
+	g.Go(func() error { return e.server.Run(run, listeners...) })
+	return g.Wait()
+}
+
+// open prepares folders, settings and the logger of a service.
+func (p *places) open() (*slog.Logger, error) {
+	if err := p.load(); err != nil {
+		return nil, err
+	}
+	for _, d := range []string{p.State, p.RunDir} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	return obs.NewLogger(os.Stderr, p.LogLevel, p.LogForm)
+}
+
+type upCmd struct {
+	places
+	hostFlags
+	gatewayFlags
+	Keep bool `help:"Leave keeper and sandboxes running when this ends; the next start takes them back."`
+}
+
+// Run serves gateway, monitor and host of one machine in one process; they talk through the interfaces that separate processes use.
+func (x *upCmd) Run(ctx context.Context) error {
+	logger, err := x.open()
+	if err != nil {
+		return err
+	}
+	token, err := clusterToken("", x.State)
+	if err != nil {
+		return err
+	}
+	reg := obs.NewRegistry()
+	inside := "unix:" + filepath.Join(x.RunDir, "host.sock")
+	hostListener, err := rpc.Listen(inside)
+	if err != nil {
+		return err
+	}
+	m, err := openMachine(ctx, &x.places, &x.hostFlags, token, reg, logger)
+	if err != nil {
+		hostListener.Close()
+		return err
+	}
+	defer m.close()
+	x.HostAddr = append(x.HostAddr, inside)
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "up", token, reg, logger)
+	if err != nil {
+		return err
+	}
+	listeners, err := listen(filepath.Join(x.RunDir, "dsec.sock"), x.Listen)
+	if err != nil {
+		return err
+	}
+	logger.Info("dsec is up", "host", m.id, "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"), "pool", m.pool.Describe().Driver)
+	g, run := errgroup.WithContext(ctx)
+	g.Go(func() error { return m.serve(run, !x.Keep, hostListener) })
+	g.Go(func() error { return e.serve(run, listeners...) })
+	err = g.Wait()
+	if !x.Keep {
+		err = errors.Join(err, m.pool.Close())
+	}
+	return err
+}
+
+func listen(socket, address string) ([]net.Listener, error) {
+	l, err := rpc.Listen("unix:" + socket)
+	if err != nil {
+		return nil, err
+	}
+	out := []net.Listener{l}
+	if address != "" {
+		t, err := rpc.Listen(address)
+		if err != nil {
+			l.Close()
+			return nil, err
+		}
+		out = append(out, t)
+	}
+	return out, nil
+}
+
+type gatewayCmd struct {
+	places
+	gatewayFlags
+	StoreDir  string `name:"store" help:"Folder that holds the layers, shared with the hosts (default: STATE/store)." type:"path" placeholder:"FOLDER"`
+	TokenFile string `help:"File with the token that gateways and hosts share." type:"existingfile" required:""`
+}
+
+// Run serves a gateway with its monitor.
+func (x *gatewayCmd) Run(ctx context.Context) error {
+	logger, err := x.open()
+	if err != nil {
+		return err
+	}
+	token, err := clusterToken(x.TokenFile, x.State)
+	if err != nil {
+		return err
+	}
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "gateway", token, obs.NewRegistry(), logger)
+	if err != nil {
+		return err
+	}
+	listeners, err := listen(filepath.Join(x.RunDir, "dsec.sock"), x.Listen)
+	if err != nil {
+		return err
+	}
+	logger.Info("gateway is up", "hosts", strings.Join(x.HostAddr, " "))
+	return e.serve(ctx, listeners...)
+}
+
+type hostCmd struct {
+	places
+	hostFlags
+	Listen    string `help:"Address for gateways (default: unix:RUN/host.sock)." placeholder:"ADDR"`
+	TokenFile string `help:"File with the token that gateways and hosts share." type:"existingfile" required:""`
+	StopAll   bool   `help:"Stop all sandboxes when this ends; otherwise they and the keeper go on and the next start takes them back."`
+}
+
+// Run serves a host.
+func (x *hostCmd) Run(ctx context.Context) error {
+	logger, err := x.open()
+	if err != nil {
+		return err
+	}
+	token, err := clusterToken(x.TokenFile, x.State)
+	if err != nil {
+		return err
+	}
+	if x.Listen == "" {
+		x.Listen = "unix:" + filepath.Join(x.RunDir, "host.sock")
+	}
+	l, err := rpc.Listen(x.Listen)
+	if err != nil {
+		return err
+	}
+	m, err := openMachine(ctx, &x.places, &x.hostFlags, token, obs.NewRegistry(), logger)
+	if err != nil {
+		l.Close()
+		return err
+	}
+	defer m.close()
+	logger.Info("host is up", "host", m.id, "listen", x.Listen, "pool", m.pool.Describe().Driver)
+	err = m.serve(ctx, x.StopAll, l)
+	if x.StopAll {
+		err = errors.Join(err, m.pool.Close())
+	}
+	return err
+}
+
+type monitorCmd struct {
+	HostAddr  []string `name:"host" help:"Address of a host; repeat." placeholder:"ADDR" required:"" sep:"none"`
+	TokenFile string   `help:"File with the token that gateways and hosts share." type:"existingfile" required:""`
+	Once      bool     `help:"Print once and end."`
+}
+
+// Run polls the hosts and prints what they report.
+func (x *monitorCmd) Run(ctx context.Context) error {
+	token, err := clusterToken(x.TokenFile, "")
+	if err != nil {
+		return err
+	}
+	mon, err := monitor.New(monitor.Config{Hosts: x.HostAddr, Peer: rpc.PeerConfig{Token: token}}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	run, end := context.WithCancel(ctx)
+	defer end()
+	done := make(chan error, 1)
+	go func() { done <- mon.Run(run) }()
+	<-mon.Ready()
+	for {
+		printFleet(mon.Fleet())
+		if x.Once {
+			end()
+			return <-done
+		}
+		select {
+		case <-ctx.Done():
+			return <-done
+		case <-time.After(2 * time.Second):
+		}
+	}
+}
