@@ -145,7 +145,7 @@ func (l *Log) kick() {
 	}
 }
 
-// Close syncs the log and frees it. No other method may be running; Run must have returned.
+// Close syncs and seals the log and frees it. No other method may be running; Run must have returned.
 func (l *Log) Close() error {
 	l.mu.Lock()
 	if l.closed {
@@ -158,6 +158,12 @@ func (l *Log) Close() error {
 	var err error
 	if failed == nil {
 		err = l.sync(context.Background(), lsn)
+	}
+	if failed == nil && err == nil {
+		err = l.sealFull()
+	}
+	if failed == nil && err == nil && l.active != nil && l.active.off > segmentHeaderLen {
+		err = l.seal(l.active) // opening is then fast, and takes damage for damage rather than for the log's end
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -328,7 +328,7 @@ func entryOf(traj uint64, r *Record, off, size int64) (entry, error) {
 // are returned.
 func scan(f io.ReaderAt, size int64, nonce uint32, yield func(*entry, *Record) error) (end int64, rolled bool, err error) {
 	end = segmentHeaderLen
-	in := bufio.NewReaderSize(io.NewSectionReader(f, end, max(0, size-end)), 1<<20)
+	in := bufio.NewReaderSize(io.NewSectionReader(f, end, max(0, size-end)), int(min(1<<20, max(4096, size))))
 	var h [headerLen]byte
 	var body []byte
 	for !rolled {
