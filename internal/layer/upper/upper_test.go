@@ -308,6 +308,38 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// A host that ends leaves its sandboxes: their overlays go on, and the next host finds the same file system.
+func TestRestartUnderLiveOverlays(t *testing.T) {
+	for _, d := range []string{upper.DriverPool, upper.DriverImage} {
+		t.Run(d, func(t *testing.T) {
+			ctx, dir := context.Background(), state(t)
+			p := open(t, d, dir)
+			u, err := p.Create(ctx, "a", upper.Request{Disk: 16 << 20})
+			must(t, err)
+			lower, merged := t.TempDir(), filepath.Join(t.TempDir(), "dsec-merged")
+			must(t, os.Mkdir(merged, 0o755), unix.Mount("overlay", merged, "overlay", 0, "lowerdir="+lower+",upperdir="+u.Dir+",workdir="+u.Work+",volatile"))
+			gone := false
+			defer func() {
+				if !gone {
+					unix.Unmount(merged, unix.MNT_DETACH)
+				}
+			}()
+			must(t, os.WriteFile(merged+"/before", []byte("1"), 0o600), p.Close(), os.WriteFile(merged+"/between", []byte("2"), 0o600))
+			p = open(t, d, dir)
+			u, err = p.Get("a")
+			must(t, err, os.WriteFile(merged+"/after", []byte("3"), 0o600))
+			for name, want := range map[string]string{"before": "1", "between": "2", "after": "3"} {
+				if b, err := os.ReadFile(filepath.Join(u.Dir, name)); err != nil || string(b) != want {
+					t.Errorf("%s: %q %v", name, b, err)
+				}
+			}
+			must(t, unix.Unmount(merged, 0))
+			gone = true
+			must(t, p.Remove(ctx, "a"), upper.Sweep(p), p.Close())
+		})
+	}
+}
+
 func TestPoolFile(t *testing.T) {
 	dir := state(t)
 	p := open(t, upper.DriverPool, dir)
