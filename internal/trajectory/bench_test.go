@@ -3,6 +3,7 @@ package trajectory_test
 import (
 	"context"
 	"fmt"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -81,7 +82,7 @@ func BenchmarkRead(b *testing.B) {
 	}
 }
 
-// BenchmarkOpen1M opens a log of a million records as a crash left it.
+// BenchmarkOpen1M opens a log of a million records, a third of them output of as many commands.
 func BenchmarkOpen1M(b *testing.B) {
 	l, c := benchLog(b)
 	out := make([]byte, 64)
@@ -93,12 +94,18 @@ func BenchmarkOpen1M(b *testing.B) {
 	}
 	l.Close()
 	for b.Loop() {
+		var before, after runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&before)
 		start := time.Now()
 		l, err := trajectory.Open(c, quiet)
 		if err != nil {
 			b.Fatal(err)
 		}
 		b.ReportMetric(time.Since(start).Seconds(), "s/open")
+		runtime.GC()
+		runtime.ReadMemStats(&after)
+		b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/1000200, "B/record")
 		l.Close()
 	}
 }
