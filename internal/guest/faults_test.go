@@ -12,6 +12,7 @@ import (
 	"sort"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -76,9 +77,11 @@ func TestB12RaceStaysInside(t *testing.T) {
 	check(t, os.MkdirAll(in(outside), 0o755))
 	check(t, os.Symlink(outside, in("link")))
 	done := make(chan struct{})
+	var calls atomic.Int64
 	go func() {
 		defer close(done)
-		for range 10000 {
+		// Each swap pair leaves a moment in which calls run; the race goes on until many met it.
+		for n := 0; n < 10000 || calls.Load() < 3000 && n < 1000000; n++ {
 			if err := unix.Renameat2(unix.AT_FDCWD, in("l"), unix.AT_FDCWD, in("link"), unix.RENAME_EXCHANGE); err != nil {
 				t.Error(err)
 				return
@@ -96,6 +99,7 @@ func TestB12RaceStaysInside(t *testing.T) {
 					return
 				default:
 				}
+				calls.Add(1)
 				p := fmt.Sprintf("/l/w%d", w)
 				switch n % 3 {
 				case 0:
@@ -115,6 +119,7 @@ func TestB12RaceStaysInside(t *testing.T) {
 		}()
 	}
 	group.Wait()
+	t.Logf("%d calls", calls.Load())
 	left, err := os.ReadDir(outside)
 	check(t, err)
 	if len(left) != 0 {

@@ -268,6 +268,9 @@ func (c *call) take(h filewire.Header, body []byte) error {
 		if credit, err = filewire.ParseU32(body); err != nil {
 			return fmt.Errorf("credit: %w", err)
 		}
+		if credit == 0 {
+			return errors.New("credit of nothing")
+		}
 	case filewire.GuestResult:
 		if result, err = filewire.DecodeResult(body); err != nil {
 			return fmt.Errorf("result: %w", err)
@@ -285,9 +288,7 @@ func (c *call) take(h filewire.Header, body []byte) error {
 			return fmt.Errorf("credit of %d passes over the window", credit)
 		}
 		c.send += int(credit)
-	case c.abandoned: // nobody reads it any more
-		return nil
-	default:
+	default: // of an abandoned call it is only counted
 		if err := c.queue.Push(h.Type, body); err != nil {
 			return err
 		}

@@ -106,15 +106,15 @@ func TestMemoryStaysSmall(t *testing.T) {
 	if n, err := io.Copy(io.Discard, r); err != nil || n != size {
 		t.Errorf("%d, %v", n, err)
 	}
-	for d := range 30 {
+	for d := range 10 {
 		check(t, os.MkdirAll(fmt.Sprintf("%s/many/d%d", root, d), 0o755))
-		for n := range 400 {
+		for n := range 200 {
 			check(t, os.WriteFile(fmt.Sprintf("%s/many/d%d/%0100d", root, d, n), nil, 0o644))
 		}
 	}
 	n := 0
 	check(t, f.List(ctx, "/many", 9, func(l []Info) error { n += len(l); return nil }))
-	if n != 30*401 {
+	if n != 10*201 {
 		t.Errorf("%d entries", n)
 	}
 	tree, err := f.Download(ctx, "/many", nil)
@@ -184,6 +184,7 @@ func TestHostileAnswers(t *testing.T) {
 		},
 		"result no result":  one(filewire.GuestResult, []byte{1, 2, 3}),
 		"credit out of air": one(filewire.GuestCredit, filewire.U32(1)),
+		"credit of nothing": one(filewire.GuestCredit, filewire.U32(0)),
 		"credit overflow":   one(filewire.GuestCredit, filewire.U32(0xffffffff)),
 		"claimed entries":   one(filewire.GuestItem, []byte{1, 0xff, 0xff, 0xff, 0xff}),
 		"descriptors": func(w io.Writer, h filewire.Header) {
@@ -204,6 +205,30 @@ func TestHostileAnswers(t *testing.T) {
 			wantErr(t, "read", err, sandbox.ErrLost)
 			wantErr(t, "after", f.Remove(within(t), "/x", false, false), sandbox.ErrLost)
 		})
+	}
+}
+
+// Nor can it send without end what its reader no longer wants.
+func TestFloodAfterCancel(t *testing.T) {
+	var b filewire.Batch
+	b.AddInfo(&Info{Path: "/x", Kind: Char})
+	f := scripted(t, func(w io.Writer, h filewire.Header) {
+		w.Write(filewire.Frame(filewire.GuestItem, 0, h.ID, b.Bytes()))
+		time.Sleep(50 * time.Millisecond)
+		for {
+			if _, err := w.Write(filewire.Frame(filewire.GuestData, 0, h.ID, make([]byte, 1000))); err != nil {
+				return
+			}
+		}
+	})
+	r, err := f.Read(within(t), "/x", 0, 0)
+	check(t, err)
+	check(t, r.Close())
+	select {
+	case <-f.Done():
+		wantErr(t, "the connection", f.Err(), sandbox.ErrLost)
+	case <-time.After(30 * time.Second):
+		t.Error("the flood goes on")
 	}
 }
 

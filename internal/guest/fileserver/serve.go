@@ -13,6 +13,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/guest/filewire"
@@ -50,7 +51,8 @@ func Serve(ctx context.Context, conn io.ReadWriteCloser) error {
 	case <-ended:
 	case <-time.After(endWait):
 	}
-	if err == io.EOF {
+	// A host that closes with answers unread, or amid one, resets the stream: that is how it goes away.
+	if err == io.EOF || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
 		return nil
 	}
 	return err

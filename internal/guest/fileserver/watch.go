@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/dsec-dev/dsec/internal/guest/filewire"
 	"golang.org/x/sys/unix"
@@ -36,7 +37,7 @@ func (c *call) watch() error {
 	f := os.NewFile(uintptr(fd), "inotify")
 	defer f.Close()
 	// The poller wakes the read below when the call is cancelled; an idle watch costs no CPU.
-	stop := context.AfterFunc(c.ctx, func() { f.Close() })
+	stop := context.AfterFunc(c.ctx, func() { f.SetReadDeadline(time.Unix(1, 0)) })
 	defer stop()
 	w := &watch{call: c, fd: fd, rec: c.req.Flags&filewire.Recursive != 0, paths: map[int32]string{}}
 	wd, err := unix.InotifyAddWatch(fd, c.req.Path, watchMask)

@@ -14,6 +14,8 @@ type Queue struct {
 	done int // cost taken and not granted again
 	rest int // octets left of the front frame, 0: its header comes next
 	kind Type
+
+	dropped bool
 }
 
 const queueHeader = 5
@@ -25,6 +27,9 @@ func (q *Queue) Push(t Type, body []byte) error {
 		return fmt.Errorf("%d octets more than the window of %d", q.used+c-Window, Window)
 	}
 	q.used += c
+	if q.dropped {
+		return nil
+	}
 	if q.head == len(q.buf) {
 		q.buf, q.head = q.buf[:0], 0
 	} else if q.head > 0 && len(q.buf)+queueHeader+len(body) > cap(q.buf) {
@@ -90,5 +95,5 @@ func (q *Queue) Grant() uint32 {
 	return uint32(n)
 }
 
-// Drop forgets everything inside.
-func (q *Queue) Drop() { *q = Queue{} }
+// Drop forgets what is inside; later frames are counted against the window and not kept.
+func (q *Queue) Drop() { q.buf, q.head, q.rest, q.dropped = nil, 0, 0, true }
