@@ -53,7 +53,8 @@ type fakeHost struct {
 	creates  int
 	started  map[string]int // commands by id, how often they ran
 	files    map[string][]byte
-	broken   int // uploads that broke off
+	begun    int // writes that sent a message
+	broken   int // and broke off
 	dials    map[uint16]string
 	failNext error // of the next create, after it was made
 
@@ -333,6 +334,9 @@ func (s fakeFiles) Write(ctx context.Context, in *connect.ClientStream[dsecv1.Wr
 	for in.Receive() {
 		if first == nil {
 			first = in.Msg()
+			s.h.mu.Lock()
+			s.h.begun++
+			s.h.mu.Unlock()
 			if strings.HasPrefix(first.At.Path, "/refused") {
 				return nil, fmt.Errorf("%s: permission denied: %w", first.At.Path, sandbox.ErrDenied)
 			}

@@ -246,8 +246,7 @@ func upload[Q, S any](ctx context.Context, r *http.Request, p *rpc.Peer, open fu
 	for first, end := true, false; !end; first = false {
 		n, err := fill(r.Body, buf)
 		if end = err == io.EOF; err != nil && !end {
-			cut() // never an end of stream, which would pass for the end of the body
-			out.CloseAndReceive()
+			abandon(cut, out)
 			return nil, fmt.Errorf("read body: %w: %w", err, context.Canceled)
 		}
 		if first || n > 0 {

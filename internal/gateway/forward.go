@@ -101,8 +101,7 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 		}
 		if !in.Receive() {
 			if err := in.Err(); err != nil {
-				cut()
-				out.CloseAndReceive()
+				abandon(cut, out)
 				return nil, err
 			}
 			break
@@ -113,6 +112,15 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 		return nil, named(rpc.FromError(err), p, rpc.Unsent(err))
 	}
 	return connect.NewResponse(resp.Msg), nil
+}
+
+// abandon breaks a client stream off, so that the host sees a broken stream. The sending half is not closed: that would race with the
+// transport giving the request up, and could pass for a regular end. The transport closes it.
+func abandon[Q, S any](cut context.CancelFunc, out *connect.ClientStreamForClient[Q, S]) {
+	cut()
+	if conn, err := out.Conn(); err == nil {
+		conn.CloseResponse()
+	}
 }
 
 // info is InfoService.
