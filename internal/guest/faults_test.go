@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sort"
 	"strings"
@@ -519,6 +520,61 @@ func tarNames(r io.Reader) ([]string, error) {
 		names = append(names, h.Name)
 		if _, err := io.Copy(io.Discard, t); err != nil {
 			return names, err
+		}
+	}
+}
+
+// GNU tar reads what a download gives, and an upload what GNU tar makes, in each of its formats.
+func TestGNUTarAgrees(t *testing.T) {
+	if _, err := exec.LookPath("tar"); err != nil {
+		t.Skip("no tar on this machine")
+	}
+	f := serve(t)
+	src, down := t.TempDir(), t.TempDir()
+	check(t, os.WriteFile(filepath.Join(src, strings.Repeat("long", 40)), []byte("x"), 0o755))
+	check(t, os.Symlink(strings.Repeat("t", 150), filepath.Join(src, "link")))
+	check(t, os.Link(filepath.Join(src, strings.Repeat("long", 40)), filepath.Join(src, "second")))
+	check(t, os.Mkdir(filepath.Join(src, "empty"), 0o700))
+	s, err := os.Create(filepath.Join(src, "sparse"))
+	check(t, err)
+	for n := range int64(300) { // a map longer than a block
+		_, err = s.WriteAt([]byte("data"), n*(64<<10)+1000)
+		check(t, err)
+	}
+	check(t, s.Truncate(64<<20))
+	check(t, s.Close())
+	same := func(what, dir string) {
+		t.Helper()
+		if d := cmp.Diff(describe(t, src)[1:], describe(t, dir)[1:]); d != "" {
+			t.Errorf("%s: %s", what, d)
+		}
+		a, _ := os.ReadFile(filepath.Join(src, "sparse"))
+		b, _ := os.ReadFile(filepath.Join(dir, "sparse"))
+		if !bytes.Equal(a, b) {
+			t.Errorf("%s: the sparse file differs", what)
+		}
+		var st unix.Stat_t
+		if unix.Stat(filepath.Join(dir, "sparse"), &st); st.Blocks*512 > 40<<20 {
+			t.Errorf("%s: the sparse file takes %d octets", what, st.Blocks*512)
+		}
+	}
+	tree, err := f.Download(within(t), src, nil)
+	check(t, err)
+	cmd := exec.Command("tar", "-x", "-p", "-C", down)
+	cmd.Stdin = tree
+	if out, err := cmd.CombinedOutput(); err != nil || len(out) > 0 {
+		t.Errorf("tar: %v %s", err, out)
+	}
+	same("down", down)
+	for _, format := range []string{"gnu", "posix"} {
+		cmd := exec.Command("tar", "-c", "-S", "--format="+format, "-C", src, ".")
+		out, err := cmd.Output()
+		check(t, err)
+		dir := t.TempDir()
+		_, err = f.Upload(within(t), UploadHeader{Path: dir}, bytes.NewReader(out))
+		check(t, err)
+		if format == "posix" { // the other keeps whole seconds
+			same("up "+format, dir)
 		}
 	}
 }

@@ -42,11 +42,14 @@ func serve(t testing.TB) *Files {
 	return f
 }
 
+var builtIn string
+
 var built = sync.OnceValues(func() (string, error) {
 	dir, err := os.MkdirTemp("", "dsec-guest-test-")
 	if err != nil {
 		return "", err
 	}
+	builtIn = dir
 	p := filepath.Join(dir, "dsec-guest")
 	cmd := exec.Command("go", "build", "-o", p, "github.com/dsec-dev/dsec/cmd/dsec-guest")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -58,8 +61,8 @@ var built = sync.OnceValues(func() (string, error) {
 
 func TestMain(m *testing.M) {
 	code := m.Run()
-	if p, err := built(); err == nil {
-		os.RemoveAll(filepath.Dir(p))
+	if builtIn != "" {
+		os.RemoveAll(builtIn)
 	}
 	os.Exit(code)
 }
