@@ -1,5 +1,6 @@
 // Command dsec-guest is the file server inside a sandbox. Process 1 starts it as the user asked for, with a connected stream
-// socket as descriptor 3; it answers until the other end closes. It is small and static, and its imports are pinned by a test.
+// socket as descriptor 3, or as the one its argument names; it answers until the other end closes. It is small and static, and its
+// imports are pinned by a test.
 package main
 
 import (
@@ -8,6 +9,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"strconv"
 	"syscall"
 
 	"github.com/dsec-dev/dsec/internal/guest/fileserver"
@@ -24,16 +26,23 @@ func main() {
 	if err := os.Chdir("/"); err != nil {
 		fail(err)
 	}
-	const conn = 3
+	conn := 3
+	if len(os.Args) == 2 { // the keeper has only the three standard descriptors to give
+		n, err := strconv.Atoi(os.Args[1])
+		if err != nil {
+			fail(err)
+		}
+		conn = n
+	}
 	if _, err := syscall.GetsockoptInt(conn, syscall.SOL_SOCKET, syscall.SO_TYPE); err != nil {
-		fail(os.NewSyscallError("descriptor 3 must be a connected socket", err))
+		fail(os.NewSyscallError("descriptor "+strconv.Itoa(conn)+" must be a connected socket", err))
 	}
 	syscall.CloseOnExec(conn)
 	// Set before NewFile, which then lets the runtime's poller wait for it.
 	if err := syscall.SetNonblock(conn, true); err != nil {
 		fail(err)
 	}
-	if err := fileserver.Serve(context.Background(), os.NewFile(conn, "host")); err != nil {
+	if err := fileserver.Serve(context.Background(), os.NewFile(uintptr(conn), "host")); err != nil {
 		fail(err)
 	}
 }
