@@ -40,7 +40,7 @@ typedef int i32;
 #define STREAM 3
 #define HEADER 16
 #define MAX_BODY (4u << 20)
-#define ARENA (16u << 20) // pointers of argv and env: at most one for 4 octets of the body, two lists at once
+#define ARENA (32u << 20) // pointers of argv and env: one for 4 octets of the body, twice for env, and some text
 #define MAX_FDS 16
 #define MAX_COMMANDS 8192
 #define MAX_GROUPS 256
@@ -950,7 +950,7 @@ static const char *machine(u32 m)
 // explain says why exec of a program that is there failed. It runs as the command's user.
 static void explain(const char *path, i64 r)
 {
-	static char b[4096];
+	char *b = alloc(4096);
 	struct statx st;
 	i64 n = 0;
 	fail(r == -ENOENT || r == -EACCES || r == -EISDIR ? S_PROGRAM : S_EXEC, (u32)-r);
@@ -978,7 +978,7 @@ static void explain(const char *path, i64 r)
 	}
 	i64 fd = (st.stx_mode & S_IFMT) == S_IFREG ? sys4(__NR_openat, AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0) : -1;
 	if (fd >= 0)
-		n = sys3(__NR_read, fd, b, sizeof b - 1);
+		n = sys3(__NR_read, fd, b, 4095);
 	if (n < 0)
 		n = 0;
 	b[n] = 0;
@@ -1075,7 +1075,9 @@ static void run(struct start *s)
 			explain(name, r);
 		return;
 	}
-	static char full[4096 + 256], denied[4096 + 256];
+	// The arena is the parent's: it forgets these with the frame.
+	const u64 size = 4096 + 256;
+	char *full = alloc(size), *denied = alloc(size);
 	u64 nl = strlen(name);
 	const char *p = s->path;
 	for (; *name;) {
@@ -1083,7 +1085,7 @@ static void run(struct start *s)
 		while (*e && *e != ':')
 			e++;
 		u64 n = (u64)(e - p);
-		if (n + nl + 2 <= sizeof full) {
+		if (n + nl + 2 <= size) {
 			memcpy(full, p, n);
 			if (!n)
 				full[n++] = '.';
@@ -1188,9 +1190,9 @@ static void child(void *arg)
 	sys4(__NR_rt_sigprocmask, SIG_SETMASK, &none, NULL, 8);
 	r = sys1(__NR_chdir, s->cwd);
 	if (r >= 0) {
-		static char where[4096];
+		char *where = alloc(4096);
 		// A folder whose way to the root is cut (a descriptor's, a detached mount's) is none of the sandbox's.
-		i64 n = sys2(__NR_getcwd, where, sizeof where);
+		i64 n = sys2(__NR_getcwd, where, 4096);
 		if (n > 0 && where[0] != '/')
 			r = -ENOENT;
 	}
@@ -1275,20 +1277,37 @@ static char **environment(char **mine, u32 n, struct user *u, int terminal, cons
 	return l;
 }
 
+struct ptmx {
+	struct user *u;
+	i64 r;
+};
+
+// open_ptmx runs in a child that shares our descriptors: our own id is not mapped, so there is no way back to it.
+static void open_ptmx(void *arg)
+{
+	struct ptmx *p = arg;
+	sys1(__NR_setfsgid, p->u->gid);
+	sys1(__NR_setfsuid, p->u->uid);
+	p->r = resolve(ptsdir, "ptmx", O_RDWR | O_NOCTTY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV);
+	for (;;)
+		sys1(__NR_exit_group, 0);
+}
+
 static int terminal(struct start *s, u16 rows, u16 cols, int *master)
 {
-	struct user *u = s->u;
 	struct { u16 r, c, x, y; } ws = {rows ? rows : 24, cols ? cols : 80, 0, 0};
 	int zero = 0;
 	i64 m, r;
 	// A terminal belongs to whoever opens it: open it as the command's user.
-	sys1(__NR_setfsgid, u->gid);
-	sys1(__NR_setfsuid, u->uid);
-	m = resolve(ptsdir, "ptmx", O_RDWR | O_NOCTTY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV);
-	sys1(__NR_setfsuid, own_uid);
-	sys1(__NR_setfsgid, own_uid);
-	set_caps(all_caps, all_caps);
-	r = m;
+	struct ptmx p = {.u = s->u, .r = -EAGAIN};
+	struct clone_args a = {.flags = CLONE_VM | CLONE_VFORK | CLONE_FILES};
+	i64 pid = clone_run(&a, sizeof a, open_ptmx, &p);
+	if (pid < 0)
+		p.r = pid;
+	else
+		while (sys4(__NR_wait4, pid, NULL, 0x40000000 /* __WALL */, NULL) == -EINTR)
+			;
+	m = r = p.r;
 	if (m < 0)
 		goto failed;
 	if ((r = sys3(__NR_ioctl, m, TIOCSPTLCK, &zero)) < 0 || (r = sys3(__NR_ioctl, m, TIOCSWINSZ, &ws)) < 0 ||
