@@ -386,16 +386,9 @@ func (b *box) bury(why error) {
 	for _, c := range b.byNum {
 		cmds = append(cmds, c)
 	}
-	var sessions []*session
-	for _, s := range b.sessions {
-		sessions = append(sessions, s)
-	}
 	b.mu.Unlock()
 	for _, c := range cmds {
 		c.onLost()
-	}
-	for _, s := range sessions {
-		s.onLost()
 	}
 	b.wait.Done()
 	close(b.gone)
@@ -510,7 +503,7 @@ func (b *box) freeze(on bool) error {
 		return nil
 	}
 	b.frozen = on
-	for _, c := range b.byNum {
+	for _, c := range b.cmds {
 		c.clock(!on)
 	}
 	return nil

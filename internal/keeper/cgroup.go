@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -143,6 +144,9 @@ type group struct {
 	next  int      // number of the next command group
 	spare []string // names of empty command groups
 	used  []string // names of groups whose command has ended while something in them lives
+	// spent are groups that were killed. Since 6.14 a child that is cloned into a group with an earlier kill dies at once: the
+	// kernel compares the kill count of the parent's group with that of the new one.
+	spent sync.Map
 }
 
 const spareGroups = 4
@@ -275,9 +279,11 @@ func (b *group) put(name string) {
 	switch {
 	case b.populated(name):
 		b.used = append(b.used, name)
-	case len(b.spare) >= spareGroups:
+	case b.isSpent(name) || len(b.spare) >= spareGroups:
 		if unix.Rmdir(b.v2(name)) != nil {
 			b.used = append(b.used, name)
+		} else {
+			b.spent.Delete(name)
 		}
 	default:
 		b.spare = append(b.spare, name)
@@ -289,7 +295,15 @@ func (b *group) populated(name string) bool {
 	return v != 0
 }
 
+func (b *group) isSpent(name string) bool {
+	_, ok := b.spent.Load(name)
+	return ok
+}
+
 func (b *group) kill(sub ...string) error {
+	if len(sub) == 1 {
+		b.spent.Store(sub[0], true)
+	}
 	return writeFile(b.v2(append(sub, "cgroup.kill")...), "1")
 }
 

@@ -19,17 +19,22 @@ type command struct {
 	id      string
 	num     uint64 // in the guest protocol; 0 for a session's command
 	session string
-	dirty   bool          // guarded by box.mu
-	begun   chan struct{} // closed when it runs or has failed to start
-	hidden  bool          // the keeper's own (a session's shell, a file server): no event tells of it
-	onEnd   func(sandbox.Outcome)
+	place   *session              // the session it runs in
+	dirty   bool                  // guarded by box.mu
+	begun   chan struct{}         // closed when it runs or has failed to start
+	hidden  bool                  // the keeper's own (a session's shell, a file server): no event tells of it
+	shared  bool                  // its group is a session's, which outlives it
+	onStart func(wire.Started)    // of a hidden one, before begun is closed
+	onEnd   func(sandbox.Outcome) // of a hidden one
+	before  map[process]bool      // of a session's command: the processes in its group at its start
 
 	mu        sync.Mutex
 	out, err  *stream // err is nil for a terminal
 	in        *input
-	group     string // its cgroup, "" for a session's command
-	running_  bool   // STARTED came
-	failure   error  // of the platform at start
+	group     string       // its cgroup, "" for a session's command
+	running_  bool         // STARTED came
+	failure   error        // of the platform at start
+	failed    *wire.Failed // of a hidden one
 	exited    bool
 	outcome   sandbox.Outcome
 	timedOut  bool
@@ -69,7 +74,7 @@ func (b *box) start(ctx context.Context, req *sandbox.Command) error {
 	if have, err := b.register(c); err != nil || have != nil {
 		return await(ctx, have, err)
 	}
-	if err := b.launch(c, req, nil); err != nil {
+	if err := b.launch(c, req, launch{flags: wire.StartCgroupNS}); err != nil {
 		b.forget(c)
 		return fmt.Errorf("start %s: %w", req.ID, err)
 	}
@@ -128,14 +133,26 @@ func (b *box) forget(c *command) {
 	}
 }
 
-// launch sends START. fds replace standard input, output and error when given; they stay the caller's.
-func (b *box) launch(c *command, req *sandbox.Command, fds []int) error {
+// launch is how a process is started, beside its request.
+type launch struct {
+	fds   []int  // instead of standard streams of its own; they stay the caller's
+	group string // instead of a group of its own
+	flags uint32
+}
+
+// launch sends START.
+func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 	b.mu.Lock()
 	if b.dead {
 		b.mu.Unlock()
 		return fmt.Errorf("sandbox %s has ended: %w", b.id, sandbox.ErrState)
 	}
-	group, err := b.grp.take()
+	group, err := l.group, error(nil)
+	if group == "" {
+		group, err = b.grp.take()
+	} else {
+		c.shared = true
+	}
 	if err != nil {
 		b.mu.Unlock()
 		return err
@@ -143,29 +160,19 @@ func (b *box) launch(c *command, req *sandbox.Command, fds []int) error {
 	c.group = group
 	c.num = b.nextNum
 	b.nextNum++
-	for _, o := range b.byNum {
-		if !o.hidden {
-			c.outcome.Shared = true
-			o.mu.Lock()
-			o.outcome.Shared = true
-			o.mu.Unlock()
-		}
-	}
-	alone := !c.outcome.Shared
 	b.byNum[c.num] = c
 	b.mu.Unlock()
-
-	c.base = b.counters(group)
-	if !c.hidden && alone {
-		c.base.peak = b.grp.resetPeak()
+	if !c.hidden {
+		c.begin()
 	}
 	var far []int
+	fds := l.fds
 	defer func() { closeAll(far) }()
-	m := wire.Start{User: req.User, Cwd: req.Cwd, Argv: req.Argv, Env: req.Env, Flags: wire.StartCgroupNS}
+	m := wire.Start{User: req.User, Cwd: req.Cwd, Argv: req.Argv, Env: req.Env, Flags: l.flags}
 	if req.Terminal != nil {
 		m.Flags |= wire.StartTerminal
 		m.Rows, m.Cols = req.Terminal.Rows, req.Terminal.Cols
-		c.left = req.Timeout
+		c.in = newInput(nil, req)
 	} else if fds == nil {
 		if far, err = c.pipes(req); err != nil {
 			b.giveBack(c)
@@ -184,21 +191,49 @@ func (b *box) launch(c *command, req *sandbox.Command, fds []int) error {
 	c.left = req.Timeout
 	c.clockLocked(true)
 	c.mu.Unlock()
-	if req.Terminal != nil {
-		c.in = newInput(nil, req)
-	}
 	if err := b.ctl.Send(wire.TStart, c.num, m, wire.StartFDs(at, fds...)...); err != nil {
 		b.giveBack(c)
 		return fmt.Errorf("send START: %w", err)
 	}
+	c.readStreams()
+	return nil
+}
+
+func (c *command) readStreams() {
 	for _, s := range c.streams() {
-		b.wait.Add(1)
+		c.b.wait.Add(1)
 		go func() {
-			defer b.wait.Done()
+			defer c.b.wait.Done()
 			s.read()
 		}()
 	}
-	return nil
+}
+
+// begin notes the figures at a command's start, and whether they are its own.
+func (c *command) begin() {
+	b := c.b
+	shared := false
+	b.mu.Lock()
+	for _, o := range b.cmds {
+		if o == c {
+			continue
+		}
+		o.mu.Lock()
+		if !o.exited {
+			shared = true
+			o.outcome.Shared = true
+		}
+		o.mu.Unlock()
+	}
+	b.mu.Unlock()
+	base := b.counters(c.group)
+	if !shared {
+		base.peak = b.grp.resetPeak()
+	}
+	c.mu.Lock()
+	c.base = base
+	c.outcome.Shared = c.outcome.Shared || shared
+	c.mu.Unlock()
 }
 
 func (b *box) giveBack(c *command) {
@@ -207,7 +242,7 @@ func (b *box) giveBack(c *command) {
 	c.mu.Unlock()
 	b.mu.Lock()
 	delete(b.byNum, c.num)
-	if c.group != "" {
+	if c.group != "" && !c.shared {
 		b.grp.put(c.group)
 	}
 	b.mu.Unlock()
@@ -295,6 +330,9 @@ func (c *command) onStarted(m wire.Started, fds []int) error {
 			return err
 		}
 	}
+	if c.onStart != nil {
+		c.onStart(m)
+	}
 	close(c.begun)
 	return nil
 }
@@ -341,6 +379,14 @@ func (c *command) onFailed(m wire.Failed) error {
 		return fmt.Errorf("FAILED after STARTED: %w", wire.ErrFormat)
 	}
 	c.mu.Unlock()
+	if c.hidden {
+		c.mu.Lock()
+		c.failed, c.exited = &m, true
+		c.mu.Unlock()
+		c.b.giveBack(c)
+		close(c.begun)
+		return nil
+	}
 	o := sandbox.Outcome{Kind: sandbox.StartFailed, Error: m.Text}
 	if m.Errno != 0 && m.Text == "" {
 		o.Error = unix.Errno(m.Errno).Error()
@@ -351,13 +397,8 @@ func (c *command) onFailed(m wire.Failed) error {
 		c.failure = fmt.Errorf("start %s: %q: %w", c.id, m.Text, unix.Errno(m.Errno))
 		c.mu.Unlock()
 		c.b.giveBack(c)
-		if !c.hidden {
-			c.b.forget(c)
-		}
+		c.b.forget(c)
 		close(c.begun)
-		if c.onEnd != nil {
-			c.onEnd(o)
-		}
 		return nil
 	}
 	c.settle(o)
@@ -419,7 +460,10 @@ func (c *command) onLost() {
 // open, after the grace.
 func (c *command) settle(o sandbox.Outcome) {
 	b := c.b
-	now := b.counters(c.group)
+	var now counters
+	if !c.hidden {
+		now = b.counters(c.group)
+	}
 	peak := int64(-1)
 	c.mu.Lock()
 	if c.exited {
@@ -429,6 +473,9 @@ func (c *command) settle(o sandbox.Outcome) {
 	c.exited = true
 	c.clockLocked(false)
 	o.Shared = c.outcome.Shared
+	if c.timedOut && c.session != "" {
+		o.Kind, o.Code = sandbox.TimedOut, 0
+	}
 	o.Started, o.Ended = c.outcome.Started, time.Now()
 	o.MemoryHit = now.oom > c.base.oom
 	o.PidsHit = now.refused > c.base.refused
@@ -444,7 +491,7 @@ func (c *command) settle(o sandbox.Outcome) {
 
 	b.mu.Lock()
 	delete(b.byNum, c.num)
-	if c.group != "" {
+	if c.group != "" && !c.shared {
 		b.grp.put(c.group)
 	}
 	b.mu.Unlock()
@@ -455,7 +502,9 @@ func (c *command) settle(o sandbox.Outcome) {
 		}
 	}
 	if c.hidden {
-		c.onEnd(o)
+		if c.onEnd != nil {
+			c.onEnd(o)
+		}
 		return
 	}
 	if !c.complete() {
@@ -557,8 +606,8 @@ func (c *command) timeout() {
 	}
 	c.timedOut = true
 	c.mu.Unlock()
-	if c.session != "" {
-		c.b.sessionTimeout(c)
+	if c.place != nil {
+		c.place.timeout(c)
 		return
 	}
 	if err := c.b.grp.kill(c.group); err != nil {
@@ -682,7 +731,7 @@ func (b *box) signal(id string, sig int) error {
 		return err
 	}
 	if c.session != "" {
-		return b.signalSession(c, sig)
+		return c.place.signal(c, sig)
 	}
 	c.mu.Lock()
 	ended := c.exited
