@@ -182,7 +182,7 @@ func (k *Keys) CheckProject(ctx context.Context, path string) error {
 		return nil
 	}
 	if _, err := k.facts.Get(ctx, projectsDir+path); errors.Is(err, sandbox.ErrNotFound) {
-		return fmt.Errorf("project %q: make it first (dsec project create %s): %w", path, path, sandbox.ErrNotFound)
+		return fmt.Errorf("project %q: unknown; it comes into being with its first key (dsec key create --project %s): %w", path, path, sandbox.ErrNotFound)
 	} else if err != nil {
 		return fmt.Errorf("project %q: %w", path, err)
 	}

@@ -94,10 +94,8 @@ func Fit(h *Host, r *Request) *Refused {
 		return no(sandbox.ErrUnsupported, "backend %s can't pause", r.Backend)
 	case h.Draining:
 		return no(sandbox.ErrExhausted, "is draining")
-	case h.SlotsFree <= 0:
-		return no(sandbox.ErrExhausted, "runs as many sandboxes as it takes (%d)", h.Running+h.Creating)
 	}
-	return nil
+	return nil // whether it is full, it says itself: the snapshot is old
 }
 
 func capability(h *Host, backend string) *sandbox.Capabilities {
@@ -128,7 +126,10 @@ func Pick(f *Fleet, r *Request, recent *Recent, now time.Time, random *rand.Rand
 	}
 	if r.Order == "" {
 		random.Shuffle(len(fit), func(i, j int) { fit[i], fit[j] = fit[j], fit[i] })
-		sampled := fit[:min(Sample, len(fit))]
+		// Those that were full come last: they may have room by now, but are not worth a try before the others.
+		sort.SliceStable(fit, func(i, j int) bool { return fit[i].SlotsFree > 0 && fit[j].SlotsFree <= 0 })
+		free := sort.Search(len(fit), func(i int) bool { return fit[i].SlotsFree <= 0 })
+		sampled := fit[:min(Sample, free)]
 		sort.SliceStable(sampled, func(i, j int) bool {
 			return load(sampled[i], recent, now) < load(sampled[j], recent, now)
 		})

@@ -56,6 +56,16 @@ func TestPickAccountsForEveryHostOnce(t *testing.T) {
 			}
 			seen[id] = true
 		}
+		if r.Order == "" {
+			full := false
+			for _, id := range d.Hosts {
+				h, _ := f.Find(id)
+				if full && h.SlotsFree > 0 {
+					t.Fatalf("%s has room and comes after a full host", id)
+				}
+				full = h.SlotsFree <= 0
+			}
+		}
 		for _, no := range d.Refused {
 			if seen[no.Host] || no.Reason == "" || no.Err == nil {
 				t.Fatalf("%v", no)
@@ -161,7 +171,7 @@ func TestReasons(t *testing.T) {
 	}{
 		{"fits", nil, nil, nil},
 		{"down", func(h *Host) { h.Up = false }, nil, sandbox.ErrLost},
-		{"full", func(h *Host) { h.SlotsFree = 0 }, nil, sandbox.ErrExhausted},
+		{"full by the last answer", func(h *Host) { h.SlotsFree = 0 }, nil, nil},
 		{"draining", func(h *Host) { h.Draining = true }, nil, sandbox.ErrExhausted},
 		{"backend", nil, func(r *Request) { r.Backend = "vm" }, sandbox.ErrUnsupported},
 		{"network", nil, func(r *Request) { r.Network = "mesh" }, sandbox.ErrUnsupported},
