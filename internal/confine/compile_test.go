@@ -193,7 +193,7 @@ func TestCompileRefusesBadPolicies(t *testing.T) {
 }
 
 func TestListsAreSound(t *testing.T) {
-	if Caps != 0xa00425fb {
+	if Caps != 0xa00c25fb {
 		t.Errorf("capabilities %#x", Caps)
 	}
 	seen := map[string]bool{}

@@ -98,10 +98,11 @@ func Container() Policy {
 const (
 	// Caps is the bounding set of commands, and what root gets: those that act on the sandbox's own files, ids and ports.
 	// net_raw and audit_write are powerless (the namespaces belong to the host) but programs carry them as file capabilities,
-	// and without them in the set their exec fails.
+	// and without them in the set their exec fails. sys_ptrace lets root debug what other users of the sandbox run; process 1 is
+	// out of its reach, as its memory belongs to the initial user namespace.
 	Caps uint64 = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL |
 		1<<unix.CAP_SETGID | 1<<unix.CAP_SETUID | 1<<unix.CAP_SETPCAP | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_RAW |
-		1<<unix.CAP_SYS_CHROOT | 1<<unix.CAP_AUDIT_WRITE | 1<<unix.CAP_SETFCAP
+		1<<unix.CAP_SYS_CHROOT | 1<<unix.CAP_SYS_PTRACE | 1<<unix.CAP_AUDIT_WRITE | 1<<unix.CAP_SETFCAP
 )
 
 // Masks are the paths in a container's /proc that are hidden: they tell of the host or act on it. What is absent in a kernel is passed over.

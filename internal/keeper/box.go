@@ -159,7 +159,9 @@ func (b *box) spawn() error {
 	pid, err := syscall.ForkExec("/proc/self/fd/"+strconv.Itoa(b.k.helper), []string{"dsec-init"}, &syscall.ProcAttr{
 		Files: []uintptr{null, null, null, uintptr(far)},
 		Sys: &syscall.SysProcAttr{
-			Cloneflags:  unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC | unix.CLONE_NEWCGROUP,
+			// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could
+			// then clone nothing into the groups of its commands. Each command has one of its own (wire.StartCgroupNS).
+			Cloneflags:  unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC,
 			Setsid:      true,
 			UseCgroupFD: true, CgroupFD: at},
 	})

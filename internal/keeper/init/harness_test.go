@@ -16,17 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/guest/wire"
 	"golang.org/x/sys/unix"
 )
 
 // base is the first host id of the tests' sandboxes; process 1 is the id after the range.
 const base = 1_700_000_000
-
-// capMask is what a container's root keeps in these tests (Docker's set).
-const capMask = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL |
-	1<<unix.CAP_SETGID | 1<<unix.CAP_SETUID | 1<<unix.CAP_SETPCAP | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_RAW |
-	1<<unix.CAP_SYS_CHROOT | 1<<unix.CAP_MKNOD | 1<<unix.CAP_AUDIT_WRITE | 1<<unix.CAP_SETFCAP
 
 const longest = 20 * time.Second // bound of every wait here
 
@@ -257,7 +253,7 @@ func newBox(t testing.TB, root string, change func(*wire.Birth)) *box {
 	needRoot(t)
 	conn, p := spawn(t)
 	fds := []int{must(unix.OpenTree(unix.AT_FDCWD, root, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC))(t, "open_tree"), devTree(t), userns(t)}
-	birth := wire.Birth{UID: base + 65536, Ops: birthOps(), Caps: capMask, Env: []string{"LANG=C", "BASE=1"},
+	birth := wire.Birth{UID: base + 65536, Ops: birthOps(), Caps: confine.Caps, Env: []string{"LANG=C", "BASE=1"},
 		Rlimits: []wire.Rlimit{{Resource: unix.RLIMIT_CORE}, {Resource: unix.RLIMIT_NOFILE, Soft: 1024, Hard: 65536}}}
 	if change != nil {
 		change(&birth)

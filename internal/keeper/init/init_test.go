@@ -73,9 +73,9 @@ func TestCommands(t *testing.T) {
 			`grep -E 'Sig(Blk|Ign)|Groups' /proc/self/status; umask; ls /proc/self/fd | tr '\n' ' '; cut -d' ' -f19 /proc/self/stat; cat /proc/self/oom_score_adj`}}, "",
 			result{0, "Groups:\t0 \nSigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n0022\n0 1 2 3 0\n0\n", ""}},
 		{"capabilities of root", wire.Start{Argv: []string{"grep", "-E", "Cap|NoNew", "/proc/self/status"}}, "",
-			result{0, "CapInh:\t0000000000000000\nCapPrm:\t00000000a80425fb\nCapEff:\t00000000a80425fb\nCapBnd:\t00000000a80425fb\nCapAmb:\t0000000000000000\nNoNewPrivs:\t0\n", ""}},
+			result{0, "CapInh:\t0000000000000000\nCapPrm:\t00000000a00c25fb\nCapEff:\t00000000a00c25fb\nCapBnd:\t00000000a00c25fb\nCapAmb:\t0000000000000000\nNoNewPrivs:\t0\n", ""}},
 		{"capabilities of alice", wire.Start{User: "alice", Argv: []string{"grep", "Cap", "/proc/self/status"}}, "",
-			result{0, "CapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\nCapBnd:\t00000000a80425fb\nCapAmb:\t0000000000000000\n", ""}},
+			result{0, "CapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\nCapBnd:\t00000000a00c25fb\nCapAmb:\t0000000000000000\n", ""}},
 		{"limits", wire.Start{Argv: []string{"sh", "-c", "ulimit -c; ulimit -Sn"}}, "", result{0, "0\n1024\n", ""}},
 		{"pipes opened by path as root", wire.Start{Argv: []string{"sh", "-c", "echo a >/dev/stdout; echo b >/dev/stderr; echo c >/proc/self/fd/1; cat /dev/stdin"}}, "x", result{0, "a\nc\nx", "b\n"}},
 		{"pipes opened by path as nobody", wire.Start{User: "nobody", Argv: []string{"sh", "-c", "echo a >/dev/stdout; echo b >/dev/stderr; echo c >/proc/self/fd/1; cat /dev/stdin"}}, "x", result{0, "a\nc\nx", "b\n"}},
@@ -563,7 +563,7 @@ func BenchmarkBirthAndEnd(b *testing.B) {
 		conn, p := spawn(b)
 		root := must(unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC))(b, "open_tree")
 		dev := devTree(b)
-		conn.Send(wire.TBirth, 0, wire.Birth{UID: base + 65536, Ops: birthOps(), Caps: capMask}, root, dev, ns)
+		conn.Send(wire.TBirth, 0, wire.Birth{UID: base + 65536, Ops: birthOps(), Caps: confine.Caps}, root, dev, ns)
 		if f, err := conn.ReadFrame(); err != nil || f.Type != wire.THello {
 			b.Fatal(f, err)
 		}
