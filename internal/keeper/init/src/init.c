@@ -1494,7 +1494,9 @@ void entry(long *sp)
 	sys3(__NR_close_range, STREAM + 1, ~0u, 0);
 	sys3(__NR_fcntl, STREAM, 2 /* F_SETFD */, 1);
 	body = mapped(MAX_BODY + 4096);
-	if (eq(name, "dsec-holder"))
+	int hold = eq(name, "dsec-holder");
+	sys2(__NR_prctl, PR_SET_NAME, hold ? "dsec-holder" : "dsec-init"); // else the number of a descriptor
+	if (hold)
 		holder();
 	arena = mapped(ARENA);
 	exe = (int)sys4(__NR_openat, AT_FDCWD, "/proc/self/exe", O_PATH | O_CLOEXEC, 0);
