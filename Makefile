@@ -3,7 +3,7 @@ SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
-GUEST := internal/guest/binary/files/dsec-guest
+GUEST := internal/guest/binary/dist/dsec-guest
 
 .PHONY: build guest test test-fast torture demo bench deps generate lint clean
 build: bin/dsec

@@ -20,7 +20,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	}
 	var checks []struct {
 		Feature, Detail, Fix string
-		OK, Required bool
+		OK, Required         bool
 	}
 	if c.Output == "json" {
 		return json.NewEncoder(os.Stdout).Encode(checks)

@@ -70,7 +70,9 @@ func (u uppers) Create(ctx context.Context, id sandbox.ID, limit int64) (string,
 	x, err := u.Pool.Create(ctx, string(id), upper.Request{Disk: limit})
 	return x.Dir, x.Work, err
 }
-func (u uppers) Remove(ctx context.Context, id sandbox.ID) error { return u.Pool.Remove(ctx, string(id)) }
+func (u uppers) Remove(ctx context.Context, id sandbox.ID) error {
+	return u.Pool.Remove(ctx, string(id))
+}
 func (u uppers) Usage(_ context.Context, id sandbox.ID) (int64, error) {
 	return u.Pool.Usage(string(id))
 }
