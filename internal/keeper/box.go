@@ -34,6 +34,9 @@ type box struct {
 	netns int
 	gone  chan struct{} // closed when process 1 is reaped and nothing of the sandbox runs
 
+	settled chan struct{}      // closed when create has returned, or has undone what it did
+	abort   context.CancelFunc // ends a birth under way
+
 	mu       sync.Mutex
 	grp      group
 	nextNum  uint64
@@ -77,10 +80,13 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	if birth.BestEffort {
 		class = classBE
 	}
-	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
+	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
 		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources}}
 	b.birth.Seccomp = nil
+	ctx, b.abort = context.WithCancel(ctx)
+	defer b.abort()
+	defer close(b.settled)
 	k.mu.Lock()
 	if k.boxes[b.id] != nil {
 		k.mu.Unlock()
@@ -89,11 +95,12 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	}
 	k.boxes[b.id] = b
 	k.mu.Unlock()
+	// From here on only this goroutine touches the birth; a Destroy aborts it and waits.
 	if err := b.bear(ctx, birth, parent); err != nil {
 		// The undo has a bound of its own: the context may have ended.
 		undo, cancel := context.WithTimeout(context.Background(), destroyBound)
 		defer cancel()
-		if e := k.destroy(undo, b.id); e != nil {
+		if e := k.remove(undo, b); e != nil {
 			err = fmt.Errorf("%w; and its undo: %w", err, e)
 		}
 		return nil, fmt.Errorf("create %s: %w", b.id, err)
@@ -441,6 +448,18 @@ func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) error {
 	if err != nil {
 		return err
 	}
+	b.abort()
+	select {
+	case <-b.settled:
+	case <-ctx.Done():
+		return fmt.Errorf("destroy %s: its birth does not end: %w", id, ctx.Err())
+	}
+	return k.remove(ctx, b)
+}
+
+// remove removes a sandbox that no birth works on any more. What is gone already is no error.
+func (k *Keeper) remove(ctx context.Context, b *box) error {
+	id := b.id
 	b.mu.Lock()
 	first := !b.removed
 	b.removed = true
@@ -476,7 +495,9 @@ func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) error {
 	}
 	b.wait.Wait() // its readers: their files are closed
 	k.mu.Lock()
-	delete(k.boxes, id)
+	if k.boxes[id] == b {
+		delete(k.boxes, id)
+	}
 	k.mu.Unlock()
 	b.mu.Lock()
 	ns := b.netns

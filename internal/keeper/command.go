@@ -524,8 +524,9 @@ func (c *command) grace() {
 func (c *command) complete() bool {
 	c.mu.Lock()
 	if !c.exited || c.end != outNone {
+		done := c.exited
 		c.mu.Unlock()
-		return c.exited
+		return done
 	}
 	for i, s := range []*stream{c.out, c.err} {
 		if s == nil {

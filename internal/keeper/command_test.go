@@ -2,10 +2,12 @@ package keeper
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 	"sync"
@@ -379,5 +381,104 @@ func TestHostile(t *testing.T) {
 	t.Logf("a root with links out: %v", err)
 	if l, err := h.c.List(within(t)); err != nil || len(l) > 1 {
 		t.Errorf("%v %v", l, err)
+	}
+}
+
+func TestFiles(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	ctx := within(t)
+	if _, err := h.c.Files(ctx, id, "root"); !errors.Is(err, sandbox.ErrUnsupported) {
+		t.Errorf("without a program: %v", err)
+	}
+	// A stand-in that answers one line over descriptor 1.
+	path := h.dir + "/guest"
+	if err := os.WriteFile(path, []byte("#!/bin/sh\nread x <&1; echo \"$x $(id -u)\"\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	h.c.Close()
+	if h.c, err = Dial(ctx, h.cfg.Dir, DialOptions{Host: "test", Handler: h.rec, Guest: f}); err != nil {
+		t.Fatal(err)
+	}
+	for user, want := range map[string]string{"root": "hi 0\n", "alice": "hi 1000\n"} {
+		c, err := h.c.Files(ctx, id, user)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.SetDeadline(time.Now().Add(longest))
+		io.WriteString(c, "hi\n")
+		got, err := io.ReadAll(c)
+		if string(got) != want || err != nil {
+			t.Errorf("%s: %q %v", user, got, err)
+		}
+		c.Close()
+	}
+	if _, err := h.c.Files(ctx, id, "nosuch"); !errors.Is(err, sandbox.ErrInvalid) {
+		t.Errorf("unknown user: %v", err)
+	}
+	if l, err := h.c.List(ctx); err != nil || len(l) != 1 || len(l[0].Commands) != 0 {
+		t.Errorf("%+v %v", l, err)
+	}
+}
+
+// Creates that are cut, and stops at any moment, leave nothing (the check is in close).
+func TestCancelledCreates(t *testing.T) {
+	h := open(t)
+	var wg sync.WaitGroup
+	for w := range 4 {
+		wg.Go(func() {
+			for i := range 12 {
+				b := h.birth()
+				ctx, cancel := context.WithTimeout(context.Background(), time.Duration(1+(w*12+i)%40)*time.Millisecond)
+				_, err := h.c.Create(ctx, b)
+				cancel()
+				if err == nil && i%2 == 0 {
+					continue // shutdown takes it
+				}
+				if err := h.c.Destroy(within(t), b.ID); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// Commands under way when the sandbox is destroyed end or vanish; nothing hangs.
+func TestDestroyUnderLoad(t *testing.T) {
+	h := open(t)
+	for range 8 {
+		id := h.create()
+		ctx := within(t)
+		if err := h.c.OpenSession(ctx, id, &sandbox.Session{Name: "s", Cwd: "/"}); err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		for range 4 {
+			wg.Go(func() {
+				for {
+					c := sh("yes")
+					fill(c)
+					if h.c.Start(ctx, id, c) != nil {
+						return
+					}
+					c = &sandbox.Command{Session: "s", Text: "sleep 0.01"}
+					fill(c)
+					if h.c.Start(ctx, id, c) != nil {
+						return
+					}
+				}
+			})
+		}
+		time.Sleep(30 * time.Millisecond)
+		if err := h.c.Destroy(ctx, id); err != nil {
+			t.Error(err)
+		}
+		wg.Wait()
 	}
 }

@@ -155,7 +155,13 @@ func (h *house) close() {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	if log, _ := os.ReadFile(filepath.Join(h.cfg.Dir, LogName)); h.t.Failed() {
+	log, _ := os.ReadFile(filepath.Join(h.cfg.Dir, LogName))
+	for _, bad := range []string{"DATA RACE", "panic", "level=ERROR"} {
+		if strings.Contains(string(log), bad) {
+			h.t.Errorf("keeper's log has %q", bad)
+		}
+	}
+	if h.t.Failed() {
 		h.t.Logf("keeper's log:\n%s", log)
 	}
 	for _, g := range leftGroups(h.cfg.Instance) {

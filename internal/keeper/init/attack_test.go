@@ -1,13 +1,16 @@
 package initproc
 
 import (
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/dsec-dev/dsec/internal/guest/wire"
+	"golang.org/x/sys/unix"
 )
 
 // Root inside (with sys_ptrace) and another process of the command's own user try to get at process 1, and at commands in
@@ -47,5 +50,53 @@ func TestNobodyInsideReachesProcess1(t *testing.T) {
 		if got.Code != 0 || got.Out != "seen 1\n" {
 			t.Errorf("as %q: %+v", user, got)
 		}
+	}
+}
+
+// A START that isn't one is refused, and process 1 lives on.
+func TestMalformedStarts(t *testing.T) {
+	b := newBox(t, tree(t), nil)
+	null := must(os.OpenFile("/dev/null", os.O_RDWR, 0))(t, "null")
+	defer null.Close()
+	fd := int(null.Fd())
+	rnd := rand.New(rand.NewPCG(3, 4))
+	valid := wire.Start{User: "alice", Cwd: "/tmp", Argv: []string{"true", "x"}, Env: []string{"A=b", "PATH=/bin"}, Rows: 1}.Append(nil)
+	started := 0
+	for i := range 3000 {
+		body := append([]byte(nil), valid...)
+		for range rnd.IntN(4) {
+			body[rnd.IntN(len(body))] ^= 1 << rnd.IntN(8)
+		}
+		body = body[:len(body)-rnd.IntN(2)*rnd.IntN(len(body))]
+		if rnd.IntN(8) == 0 {
+			body = append(body, byte(i))
+		}
+		fds := []int{fd, fd, fd}[:3-rnd.IntN(2)*rnd.IntN(3)]
+		p := b.register()
+		if err := b.conn.WriteFrame(wire.Frame{Type: wire.TStart, ID: p.id, Body: body, FDs: fds}); err != nil {
+			t.Fatal(err)
+		}
+		b.wait(p.started)
+		if p.failed == nil {
+			started++
+			b.wait(p.exited)
+			unix.Close(p.pidfd)
+			if p.master != nil {
+				p.master.Close()
+			}
+			if p.listener >= 0 {
+				unix.Close(p.listener)
+			}
+		} else if p.failed.Text == "" || p.failed.Stage < wire.StageUser || p.failed.Stage > wire.StageConfine {
+			t.Fatalf("%q: %+v", body, *p.failed)
+		}
+	}
+	if started == 0 || started == 3000 {
+		t.Errorf("%d of 3000 started", started)
+	}
+	// Nothing was kept.
+	if open, err := os.ReadDir("/proc/" + strconv.Itoa(b.pid) + "/fd"); err != nil || len(open) > 7 {
+		out, _ := exec.Command("ls", "-l", "/proc/"+strconv.Itoa(b.pid)+"/fd").Output()
+		t.Errorf("process 1 has %d descriptors, %v\n%s", len(open), err, out)
 	}
 }
