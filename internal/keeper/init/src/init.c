@@ -477,9 +477,10 @@ static i64 copy(int fd, int target, int ro)
 	sys1(__NR_close, t);
 	return r;
 }
+static int null = -1, empty = -1; // what masks are made of
+
 static i64 op_mask(const char *path)
 {
-	static int null = -1, empty = -1;
 	struct statx st;
 	i64 r, t = inside(path);
 	if (t == -ENOENT || t == -ENOTDIR)
@@ -685,15 +686,15 @@ static void birth(void)
 			goto failed;
 		}
 	}
-	if (root >= 0)
-		sys1(__NR_close, root);
-	if (procdir >= 0)
-		sys1(__NR_close, procdir);
-	i64 null = sys4(__NR_openat, AT_FDCWD, "/dev/null", O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
-	if (null >= 0) {
+	int done[] = {root, procdir, null, empty};
+	for (u32 i = 0; i < 4; i++)
+		if (done[i] >= 0)
+			sys1(__NR_close, done[i]);
+	i64 own = sys4(__NR_openat, AT_FDCWD, "/dev/null", O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
+	if (own >= 0) {
 		for (int i = 0; i < 3; i++)
-			sys2(__NR_dup2, null, i);
-		sys1(__NR_close, null);
+			sys2(__NR_dup2, own, i);
+		sys1(__NR_close, own);
 	}
 	done_frame();
 	arena_reset();
