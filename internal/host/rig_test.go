@@ -34,7 +34,11 @@ type rig struct {
 func newRig(t testing.TB, opt fake.Options, config func(*Config, *Deps)) *rig {
 	r := &rig{t: t, dir: t.TempDir(), world: fake.NewWorld(opt), config: config}
 	r.start()
-	t.Cleanup(func() { r.stop(); r.world.Close() })
+	t.Cleanup(func() {
+		r.stop()
+		r.world.Close()
+		time.Sleep(20 * time.Millisecond) // in a bubble: its last goroutines end
+	})
 	return r
 }
 

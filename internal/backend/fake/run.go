@@ -66,7 +66,7 @@ func (x *box) post(e event) {
 
 func (x *box) postLocked(e event) {
 	x.queue = append(x.queue, e)
-	if !x.delivering && x.sink != nil {
+	if !x.delivering && x.sink != nil && x.gen == x.w.gen {
 		x.delivering = true
 		go x.pump()
 	}
@@ -85,7 +85,7 @@ func (x *box) deliver() {
 func (x *box) pump() {
 	for {
 		x.w.mu.Lock()
-		if len(x.queue) == 0 || x.sink == nil {
+		if len(x.queue) == 0 || x.sink == nil || x.gen != x.w.gen {
 			x.delivering = false
 			x.w.mu.Unlock()
 			return
