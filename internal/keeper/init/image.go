@@ -5,21 +5,20 @@
 package initproc
 
 import (
-	_ "embed"
+	"errors"
 	"fmt"
 	"os"
+	"runtime"
 
 	"golang.org/x/sys/unix"
 )
 
-//go:generate sh src/build.sh amd64 init_amd64
-
-//go:embed init_amd64
-var image []byte
-
 // Open returns process 1's program as a sealed memfd (close on exec): nobody can write to it, neither the workload by way
 // of /proc/<pid>/exe. Start it from /proc/self/fd/<n> with the guest stream as descriptor 3 and argv[0] "dsec-init".
 func Open() (*os.File, error) {
+	if len(image) == 0 {
+		return nil, fmt.Errorf("process 1's program for %s: %w", runtime.GOARCH, errors.ErrUnsupported)
+	}
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("dsec-init", flags|unix.MFD_EXEC)
 	if err == unix.EINVAL { // before 6.3
