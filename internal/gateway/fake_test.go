@@ -204,7 +204,7 @@ func (h *fakeHost) dial(ctx context.Context, id sandbox.ID, port uint16) (net.Co
 		return nil, err
 	}
 	if addr == "" {
-		return nil, fmt.Errorf("port %d of %s: nothing listens there: %w", port, id, sandbox.ErrState)
+		return nil, fmt.Errorf("port %d of %s: nothing listens there: %w", port, id, sandbox.ErrNotFound)
 	}
 	return net.Dial("tcp", addr)
 }
@@ -465,9 +465,7 @@ func newCluster(t testing.TB, n int) *cluster {
 	go func() { m.Run(ctx); close(done) }()
 	t.Cleanup(func() { cancel(); <-done })
 	c.keys = iam.New(b)
-	reg := obs.NewRegistry()
-	reg.MustRegister(m)
-	g, err := New(Config{Version: "test", Domain: "box.test"}, Deps{Fleet: m, Keys: c.keys, Layers: layer.New(b, st), Log: log, Registry: reg})
+	g, err := New(Config{Version: "test", Domain: "box.test"}, Deps{Fleet: m, Keys: c.keys, Layers: layer.New(b, st), Log: log, Registry: obs.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -100,6 +100,11 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 			return nil, err
 		}
 		g.edge.Observe = calls.Observe
+		if c, ok := d.Fleet.(prometheus.Collector); ok {
+			if err := d.Registry.Register(c); err != nil {
+				return nil, fmt.Errorf("register metrics of the fleet: %w", err)
+			}
+		}
 	}
 	g.ports = newPorts(g)
 	mux := http.NewServeMux()

@@ -15,6 +15,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"connectrpc.com/connect"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -65,7 +68,7 @@ func newPorts(g *Gateway) *ports {
 		FlushInterval:  -1, // event streams
 		Rewrite:        rewrite,
 		ModifyResponse: answerProtocol,
-		ErrorHandler:   p.fail,
+		ErrorHandler:   p.unanswered,
 		ErrorLog:       slog.NewLogLogger(g.log.Handler(), slog.LevelDebug),
 	}
 	return p
@@ -285,6 +288,18 @@ func answerProtocol(resp *http.Response) error {
 		resp.Header.Set("Sec-Websocket-Protocol", rt.protocol)
 	}
 	return nil
+}
+
+// unanswered is for a request that was let in. A host says "not found" of a sandbox and of a port alike; the former is 404, the latter 502.
+func (p *ports) unanswered(w http.ResponseWriter, r *http.Request, err error) {
+	if rt := routeOf(r); errors.Is(err, sandbox.ErrNotFound) && rt != nil && rt.peer != nil {
+		ctx, cancel := context.WithTimeout(r.Context(), readyWait)
+		defer cancel()
+		if _, gone := rt.peer.Sandboxes.Get(ctx, connect.NewRequest(&dsecv1.GetRequest{Id: string(rt.id)})); gone == nil {
+			err = fmt.Errorf("%v: %w", err, sandbox.ErrState)
+		}
+	}
+	p.fail(w, r, err)
 }
 
 // fail answers a request that did not reach the application, as text and with the code in a header, so that a caller can tell it from the

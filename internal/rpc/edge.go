@@ -134,7 +134,8 @@ func (e *Edge) observe(procedure string, err error, start time.Time) {
 	e.Observe(procedure, code, time.Since(start))
 }
 
-// note is the one log line of a failed call. What the caller did wrong is information; what we failed at is an error.
+// note is the one log line of a failed call. What the caller did wrong is information; what we failed at is an error. Behind a gateway
+// only the latter is logged, since the gateway logs the call.
 func (e *Edge) note(ctx context.Context, procedure string, err error, start time.Time) {
 	level := slog.LevelInfo
 	code := Code(err)
@@ -145,6 +146,9 @@ func (e *Edge) note(ctx context.Context, procedure string, err error, start time
 		level = slog.LevelError
 	case connect.CodeUnavailable, connect.CodeDeadlineExceeded, connect.CodeResourceExhausted:
 		level = slog.LevelWarn
+	}
+	if level < slog.LevelError && ctx.Value(insideKey{}) != nil {
+		level = slog.LevelDebug
 	}
 	if e.Log == nil || !e.Log.Enabled(ctx, level) {
 		return
@@ -228,12 +232,14 @@ func (c *calls) WrapStreamingClient(next connect.StreamingClientFunc) connect.St
 }
 
 func (e *Edge) settle(ctx context.Context, procedure string, err error, start time.Time) error {
-	err = Error(err)
-	e.note(ctx, procedure, err, start)
-	return err
+	e.note(ctx, procedure, FromError(err), start)
+	return Error(err)
 }
 
-type projectKey struct{}
+type (
+	projectKey struct{}
+	insideKey  struct{} // marks a call that came from a gateway
+)
 
 // WithProject says for which project the calls made with the context are.
 func WithProject(ctx context.Context, project string) context.Context {
@@ -261,6 +267,7 @@ func ClusterGuard(token string) (Guard, error) {
 		if subtle.ConstantTimeCompare([]byte(first(h, HeaderCluster)), want) != 1 {
 			return ctx, fmt.Errorf("cluster token: missing or wrong; hosts are reached through a gateway: %w", ErrUnauthenticated)
 		}
+		ctx = context.WithValue(ctx, insideKey{}, true)
 		if p := first(h, HeaderProject); p != "" {
 			if err := sandbox.CheckProject(p); err != nil {
 				return ctx, err

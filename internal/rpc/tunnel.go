@@ -102,9 +102,9 @@ func (p *Peer) DialPort(ctx context.Context, id sandbox.ID, port uint16) (net.Co
 	if err != nil {
 		conn.Close()
 		if ctx.Err() != nil {
-			err = ctx.Err()
+			err = fmt.Errorf("dial port %d of %s: %w", port, id, ctx.Err())
 		}
-		return nil, fmt.Errorf("dial port %d of %s: %w", port, id, err)
+		return nil, err
 	}
 	conn.SetDeadline(time.Time{})
 	return c, nil
@@ -119,12 +119,12 @@ func (p *Peer) upgrade(ctx context.Context, conn net.Conn, id sandbox.ID, port u
 	}
 	b.WriteString("Content-Length: 0\r\n\r\n")
 	if _, err := io.WriteString(conn, b.String()); err != nil {
-		return nil, fmt.Errorf("%w: %w", err, ErrUnavailable)
+		return nil, fmt.Errorf("dial port %d of %s: %w: %w", port, id, err, ErrUnavailable)
 	}
 	br := bufio.NewReaderSize(conn, 4096)
 	resp, err := http.ReadResponse(br, &http.Request{Method: http.MethodPost})
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", err, ErrUnavailable)
+		return nil, fmt.Errorf("dial port %d of %s: %w: %w", port, id, err, ErrUnavailable)
 	}
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		body, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
