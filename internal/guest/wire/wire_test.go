@@ -107,7 +107,9 @@ func TestConnPairsDescriptorsWithFrames(t *testing.T) {
 		files = append(files, r)
 	}
 	big := bytes.Repeat([]byte("x"), 300<<10)
+	sent := make(chan struct{})
 	go func() {
+		defer close(sent)
 		host.WriteFrame(Frame{Type: TStart, ID: 1, Body: []byte("a"), FDs: []int{int(files[0].Fd())}})
 		host.WriteFrame(Frame{Type: TPing, ID: 2})
 		host.WriteFrame(Frame{Type: TStart, ID: 3, Body: big, FDs: []int{int(files[1].Fd()), int(files[2].Fd())}})
@@ -138,6 +140,7 @@ func TestConnPairsDescriptorsWithFrames(t *testing.T) {
 	if _, err := guest.ReadFrame(); err != io.EOF {
 		t.Errorf("at the end: %v", err)
 	}
+	<-sent
 }
 
 func TestConnRefusesHostileFrames(t *testing.T) {

@@ -94,6 +94,9 @@ func TestMalformedStarts(t *testing.T) {
 	if started == 0 || started == 3000 {
 		t.Errorf("%d of 3000 started", started)
 	}
+	p := b.register() // its answer: the last frame is done with
+	b.conn.Send(wire.TPing, p.id, nil)
+	b.wait(p.exited)
 	// Nothing was kept.
 	if open, err := os.ReadDir("/proc/" + strconv.Itoa(b.pid) + "/fd"); err != nil || len(open) > 7 {
 		out, _ := exec.Command("ls", "-l", "/proc/"+strconv.Itoa(b.pid)+"/fd").Output()
