@@ -114,6 +114,7 @@ type Backend struct {
 	swept   bool                        // Sweep was called: unknown events belong to nobody
 	// delivering is set when events were asked for; a new connection asks again.
 	delivering bool
+	released   bool // the keeper was told to end
 	keeper     keeper.Info // of the last connection
 }
 
@@ -235,8 +236,10 @@ const (
 // Run holds the connection to the keeper and starts one where there is none, until the context ends; keeper and sandboxes then go
 // on. It returns an error only when the first connection can't be made.
 func (b *Backend) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
+	defer cancel()
 	defer b.net.close()
 	wg.Add(1)
 	go func() {
@@ -269,11 +272,24 @@ func (b *Backend) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case <-client.Done():
+		}
+		if b.isReleased() {
+			b.setClient(nil, fmt.Errorf("container: released: %w", sandbox.ErrState))
+			client.Close()
+			return nil
+		}
+		if ctx.Err() == nil {
 			b.log.Error("connection to the keeper lost", "err", client.Err())
 		}
 		b.setClient(nil, nil)
 		client.Close()
 	}
+}
+
+func (b *Backend) isReleased() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.released
 }
 
 // connect dials the keeper and starts one where none answers.
@@ -476,7 +492,7 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 }
 
 // Release takes away what the instance keeps on the host for its sandboxes: the keeper, mounted layers, rules and range of the
-// network. It is refused while sandboxes live.
+// network. It is refused while sandboxes live, and Run ends after it.
 func (b *Backend) Release(ctx context.Context) error {
 	b.mu.Lock()
 	n := len(b.boxes)
@@ -488,6 +504,9 @@ func (b *Backend) Release(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	b.mu.Lock()
+	b.released = true
+	b.mu.Unlock()
 	return errors.Join(c.Shutdown(ctx), b.net.release())
 }
 

@@ -164,8 +164,8 @@ func (e *Env) start(t testing.TB) {
 			t.Errorf("run: %v", err)
 		}
 	})
-	wait, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	wait, enough := context.WithTimeout(t.Context(), time.Minute)
+	defer enough()
 	if err := b.WaitReady(wait); err != nil {
 		log, _ := os.ReadFile(filepath.Join(e.Config.RunDir, keeper.LogName))
 		t.Fatalf("%v; the keeper says:\n%s", err, log)
