@@ -74,11 +74,15 @@ func run(args []string, log *slog.Logger) error {
 		if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
 			return err
 		}
-		// The run folder may lie on a mount that enterOwn detaches; the working folder keeps it.
 		if err := unix.Chdir(cfg.Dir); err != nil {
 			return fmt.Errorf("enter run folder: %w", err)
 		}
-		if err := enterOwn(); err != nil {
+		var buf [unix.PathMax]byte
+		n, err := unix.Getcwd(buf[:])
+		if err != nil {
+			return fmt.Errorf("run folder: %w", err)
+		}
+		if err := enterOwn(string(buf[:n-1])); err != nil { // the path without links
 			return err
 		}
 		exe, err := unix.Open("/proc/self/exe", unix.O_PATH, 0)

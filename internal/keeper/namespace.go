@@ -17,7 +17,8 @@ import (
 
 // enterOwn moves the calling thread into a mount namespace of its own that shares nothing and holds little: each mount in it is
 // copied at every birth. The caller is the only thread that does so and then executes itself, which makes it the whole process's.
-func enterOwn() error {
+// dir is the run folder.
+func enterOwn(dir string) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare the mount namespace: %w", err)
 	}
@@ -36,7 +37,8 @@ func enterOwn() error {
 			continue
 		}
 		switch at := a[4]; {
-		case at == "/" || at == "/proc" || at == "/dev" || at == "/sys" || at == "/sys/fs/cgroup":
+		case strings.HasPrefix(dir+"/", strings.TrimSuffix(unescape(at), "/")+"/"): // the run folder lies on it: we mount there
+		case at == "/proc" || at == "/dev" || at == "/sys" || at == "/sys/fs/cgroup":
 		case b[0] == "cgroup2" || b[0] == "cgroup":
 		default:
 			// What can't be detached stays: it costs time at births, nothing else.
