@@ -473,7 +473,19 @@ func TestFilterAndNoNewPrivs(t *testing.T) {
 	if got := b.sh("unshare -U true"); got.Code == 0 || !strings.Contains(got.Err, "not permitted") {
 		t.Errorf("%+v", got)
 	}
-	b = newBox(t, tree(t), func(m *wire.Birth) { m.Filter = code })
+	root := tree(t)
+	i386 := append([]byte("\x7fELF\x01\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x03\x00"), make([]byte, 100)...)
+	if err := os.WriteFile(filepath.Join(root, "bin/old"), i386, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	b = newBox(t, root, func(m *wire.Birth) { m.Filter = code })
+	for _, name := range []string{"/bin/old", "old"} {
+		p := b.start(wire.Start{Argv: []string{name}}, -1)
+		want := wire.Failed{Stage: wire.StageExec, Errno: 8, Text: "program /bin/old: a 32-bit program (i386); sandboxes run those for x86_64 alone"}
+		if p.failed == nil || *p.failed != want {
+			t.Errorf("a 32-bit program: %+v", p.failed)
+		}
+	}
 	status.Flags = 0
 	if got := b.run(status); got.Out != "NoNewPrivs:\t0\nSeccomp:\t2\nSeccomp_filters:\t1\n" {
 		t.Errorf("%+v", got)

@@ -1039,6 +1039,30 @@ static void explain(const char *path, i64 r)
 	sayerr(r);
 }
 
+// foreign tells of a program that the filter would kill at its first call: 32-bit code is another architecture to it.
+static int foreign(struct start *s, const char *path)
+{
+	struct statx st;
+	u8 b[20];
+	if (!filter.len || s->flags & START_NOFILTER ||
+	    sys5(__NR_statx, AT_FDCWD, path, 0, STATX_TYPE | STATX_MODE, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG || !(st.stx_mode & 0111))
+		return 0;
+	i64 fd = sys4(__NR_openat, AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0);
+	if (fd < 0)
+		return 0;
+	i64 n = sys3(__NR_read, fd, b, sizeof b);
+	sys1(__NR_close, fd);
+	if (n < 20 || memcmp(b, "\177ELF\001", 5))
+		return 0;
+	const char *m = machine(b[18] | (u32)b[19] << 8);
+	fail(S_EXEC, ENOEXEC);
+	say("program "), sayq(path), say(": a 32-bit program");
+	if (m)
+		say(" ("), say(m), say(")");
+	say("; sandboxes run those for " MACHINE_NAME " alone");
+	return 1;
+}
+
 static void too_big(struct start *s)
 {
 	fail(S_EXEC, E2BIG);
@@ -1062,6 +1086,8 @@ static void run(struct start *s)
 	i64 r, seen = 0;
 	const char *name = s->argv[0];
 	if (find(name, '/')) {
+		if (foreign(s, name))
+			return;
 		r = sys3(__NR_execve, name, s->argv, s->env);
 		if (r == -E2BIG)
 			too_big(s);
@@ -1092,6 +1118,8 @@ static void run(struct start *s)
 				full[n++] = '.';
 			full[n++] = '/';
 			memcpy(full + n, name, nl + 1);
+			if (foreign(s, full))
+				return;
 			r = sys3(__NR_execve, full, s->argv, s->env);
 			if (r == -E2BIG) {
 				too_big(s);
