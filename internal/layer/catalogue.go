@@ -37,8 +37,20 @@ func New(f facts.Facts, s store.Store) *Catalogue {
 	return &Catalogue{facts: f, store: s, now: time.Now}
 }
 
-// Hold makes the project one that may use the layer.
+// Hold makes the project one that may use a layer that another process has made for it, as a host does a snapshot.
 func (c *Catalogue) Hold(ctx context.Context, project string, id ID) error {
+	if err := sandbox.CheckProject(project); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, err := c.Descriptor(ctx, id); err != nil {
+		return err
+	}
+	return c.hold(ctx, project, id)
+}
+
+func (c *Catalogue) hold(ctx context.Context, project string, id ID) error {
 	if c.facts == nil {
 		return nil
 	}
@@ -101,13 +113,14 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, make
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err := c.Hold(ctx, project, d.ID); err != nil {
+	if err := c.hold(ctx, project, d.ID); err != nil {
 		return Descriptor{}, err
 	}
 	old, err := c.Descriptor(ctx, d.ID)
 	if err == nil {
 		if _, err := c.LayerPath(ctx, d.ID); err == nil {
-			return old, nil // the same tree is there already
+			// The same tree is there already. Written again it is young, so that no Sweep takes it before somebody holds it.
+			return old, c.describe(ctx, old)
 		}
 	} else if !errors.Is(err, sandbox.ErrNotFound) {
 		return Descriptor{}, err
@@ -115,12 +128,8 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, make
 	if err := draft.Publish(ctx, blobKey(digest)); err != nil {
 		return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
 	}
-	text, err := json.Marshal(d)
-	if err != nil {
-		return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
-	}
-	if err := store.Put(ctx, c.store, descriptorKey(d.ID), bytesReader(text)); err != nil {
-		return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
+	if err := c.describe(ctx, d); err != nil {
+		return Descriptor{}, err
 	}
 	for _, f := range old.Forms { // an image that was found broken
 		if f.Digest != digest {
@@ -130,6 +139,17 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, make
 		}
 	}
 	return d, nil
+}
+
+func (c *Catalogue) describe(ctx context.Context, d Descriptor) error {
+	text, err := json.Marshal(d)
+	if err == nil {
+		err = store.Put(ctx, c.store, descriptorKey(d.ID), bytesReader(text))
+	}
+	if err != nil {
+		return fmt.Errorf("keep layer %s: %w", d.ID, err)
+	}
+	return nil
 }
 
 func digestOf(ctx context.Context, r io.ReaderAt, size int64) (string, error) {
@@ -251,34 +271,4 @@ func (c *Catalogue) Layers(ctx context.Context, project string) ([]Descriptor, e
 		out = append(out, d)
 	}
 	return out, nil
-}
-
-// collect removes the layer's data when nothing holds it any more. The caller has mu.
-func (c *Catalogue) collect(ctx context.Context, id ID) error {
-	list, err := c.facts.List(ctx, "held:", "", 0)
-	if err != nil {
-		return err
-	}
-	for _, f := range list {
-		if ID(idPrefix+f.Key[len(f.Key)-64:]) == id {
-			return nil
-		}
-	}
-	d, err := c.Descriptor(ctx, id)
-	if errors.Is(err, sandbox.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if err := c.store.Delete(ctx, descriptorKey(id)); err != nil {
-		return err
-	}
-	for _, f := range d.Forms {
-		// The image carries the layer's ID, so no other layer has the same.
-		if err := c.store.Delete(ctx, blobKey(f.Digest)); err != nil {
-			return err
-		}
-	}
-	return nil
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -330,5 +331,46 @@ func TestManyPublishAtOnce(t *testing.T) {
 			t.Errorf("%v", numbers)
 		}
 		seen[n] = true
+	}
+}
+
+// A host makes snapshots without the facts; the gateway holds them for the project. What nobody took is swept.
+func TestHostsMakeAndGatewaysHold(t *testing.T) {
+	ctx := context.Background()
+	c, dir := newCatalogue(t)
+	base := publish(t, c, "default", "base", "b")
+	s, err := store.NewDir(filepath.Join(dir, "store"))
+	must(t, err)
+	host := layer.New(nil, s)
+	write(t, dir+"/u1/f", "1")
+	write(t, dir+"/u2/f", "2")
+	taken, err := host.ImportUpper(ctx, "default", dir+"/u1", layer.Options{Parents: []layer.ID{base.ID}})
+	must(t, err)
+	lost, err := host.ImportUpper(ctx, "default", dir+"/u2", layer.Options{Parents: []layer.ID{base.ID}})
+	must(t, err)
+	if _, err := c.Lookup(ctx, "default", string(taken.ID)); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("before it is held: %v", err)
+	}
+	must(t, c.Hold(ctx, "default", taken.ID))
+	if err := c.Hold(ctx, "default", layer.ID("sha256:"+strings.Repeat("a", 64))); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("hold of nothing: %v", err)
+	}
+	must(t, store.Put(ctx, s, "blobs/"+strings.Repeat("b", 64), strings.NewReader("an import that died")))
+	if n, err := c.Sweep(ctx, time.Hour); err != nil || n != 0 {
+		t.Errorf("young ones: %d %v", n, err)
+	}
+	if n, err := c.Sweep(ctx, -time.Hour); err != nil || n != 2 {
+		t.Errorf("%d %v", n, err)
+	}
+	for _, id := range []layer.ID{base.ID, taken.ID} {
+		if _, err := c.LayerPath(ctx, id); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := c.LayerPath(ctx, lost.ID); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Error(err)
+	}
+	if got, err := c.Compose(ctx, "default", []string{string(taken.ID)}); err != nil || len(got) != 2 {
+		t.Errorf("%v %v", got, err)
 	}
 }

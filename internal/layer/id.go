@@ -71,8 +71,8 @@ type Limits struct {
 	Xattrs  int64 // octets of all attributes
 }
 
-// DefaultLimits hold a machine's worst sensible image.
-var defaultLimits = Limits{Entries: 8 << 20, Bytes: 2 << 40, Depth: 1024, Xattrs: 256 << 20}
+// defaultLimits are far above any real image and bound what a build holds in memory: about 350 octets a name.
+var defaultLimits = Limits{Entries: 2 << 20, Bytes: 256 << 30, Depth: 1024, Xattrs: 64 << 20}
 
 func (l Limits) filled() Limits {
 	d := defaultLimits

@@ -47,7 +47,7 @@ func (c *Catalogue) Publish(ctx context.Context, project, name string, id ID) (V
 		return Version{}, err
 	}
 	// The project holds it itself from now on, so that one above may drop it.
-	if err := c.Hold(ctx, project, id); err != nil {
+	if err := c.hold(ctx, project, id); err != nil {
 		return Version{}, fmt.Errorf("publish layer %s: %w", name, err)
 	}
 	n, err := c.layerNames().add(ctx, project, name, namedLayer{ID: id, Source: d.Source})

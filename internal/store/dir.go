@@ -64,8 +64,33 @@ func (d *Dir) Path(key string) (string, bool) {
 
 type draft struct {
 	*os.File
-	dir  *Dir
-	done bool
+	dir     *Dir
+	done    bool
+	unknown int64 // octets written since the free space was looked at
+}
+
+const (
+	// Free space of the file system that drafts do not touch: at most reserve, and no more than a twentieth of all.
+	reserve    = 1 << 30
+	checkEvery = 64 << 20
+)
+
+// room refuses to fill the file system to the last octet: others on it must go on.
+func (w *draft) room(n int) error {
+	w.unknown += int64(n)
+	if w.unknown < checkEvery {
+		return nil
+	}
+	w.unknown = 0
+	var st syscall.Statfs_t
+	if err := syscall.Fstatfs(int(w.Fd()), &st); err != nil {
+		return nil // the write will tell
+	}
+	keep := min(reserve, int64(st.Blocks)*st.Bsize/20)
+	if free := int64(st.Bavail) * st.Bsize; free < keep+checkEvery {
+		return fmt.Errorf("store: %d octets are free on its file system and %d of these stay so: %w", free, keep, sandbox.ErrExhausted)
+	}
+	return nil
 }
 
 // Create starts a draft.
@@ -81,11 +106,17 @@ func (d *Dir) Create(ctx context.Context) (Draft, error) {
 }
 
 func (w *draft) Write(p []byte) (int, error) {
+	if err := w.room(len(p)); err != nil {
+		return 0, err
+	}
 	n, err := w.File.Write(p)
 	return n, full(err)
 }
 
 func (w *draft) WriteAt(p []byte, off int64) (int, error) {
+	if err := w.room(len(p)); err != nil {
+		return 0, err
+	}
 	n, err := w.File.WriteAt(p, off)
 	return n, full(err)
 }

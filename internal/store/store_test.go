@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -172,3 +173,29 @@ func TestOldDraftsAreSweptAndYoungOnesKept(t *testing.T) {
 		t.Error("a draft that may be in use was removed")
 	}
 }
+
+func TestAFullDiskIsNoticedBeforeItIsFull(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "dsec-small")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Mount("dsec", dir, "tmpfs", 0, "size=256m"); err != nil {
+		t.Skipf("skip: needs root to mount: %v", err)
+	}
+	defer syscall.Unmount(dir, syscall.MNT_DETACH)
+	s, err := store.NewDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := store.Put(context.Background(), s, "big", io.LimitReader(zeros{}, 1<<30)); !errors.Is(err, sandbox.ErrExhausted) {
+		t.Errorf("got %v", err)
+	}
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(dir, &st); err != nil || int64(st.Bfree)*st.Bsize < 250<<20 {
+		t.Errorf("%d octets are free after it: %v", int64(st.Bfree)*st.Bsize, err)
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }

@@ -1,0 +1,120 @@
+package layer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
+)
+
+// holders lists the layers that any project holds.
+func (c *Catalogue) holders(ctx context.Context) (map[ID]bool, error) {
+	list, err := c.facts.List(ctx, "held:", "", 0)
+	if err != nil {
+		return nil, err
+	}
+	out := map[ID]bool{}
+	for _, f := range list {
+		out[ID(idPrefix+f.Key[strings.LastIndexByte(f.Key, ':')+1:])] = true
+	}
+	return out, nil
+}
+
+// collect removes the layer's data when nothing holds it any more. The caller has mu.
+func (c *Catalogue) collect(ctx context.Context, id ID) error {
+	held, err := c.holders(ctx)
+	if err != nil || held[id] {
+		return err
+	}
+	return c.erase(ctx, id)
+}
+
+func (c *Catalogue) erase(ctx context.Context, id ID) error {
+	d, err := c.Descriptor(ctx, id)
+	if errors.Is(err, sandbox.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := c.store.Delete(ctx, descriptorKey(id)); err != nil {
+		return err
+	}
+	for _, f := range d.Forms {
+		// The image carries the layer's ID, so no other layer has the same.
+		if err := c.store.Delete(ctx, blobKey(f.Digest)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Sweep removes data that nothing refers to and that is older than age: what an import left that died between its steps, and
+// snapshots that nobody took. It returns how many objects went. The age must be longer than any import takes.
+func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
+	if c.facts == nil {
+		return 0, fmt.Errorf("sweep layers: needs the facts: %w", sandbox.ErrUnsupported)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	keep, err := c.holders(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("sweep layers: %w", err)
+	}
+	var parents []ID
+	blobs := map[string]bool{}
+	old := map[ID]bool{}
+	before := c.now().Add(-age)
+	var failed error
+	err = c.store.List(ctx, "layers/", func(i store.Info) bool {
+		id := ID(idPrefix + strings.TrimSuffix(strings.TrimPrefix(i.Key, "layers/"), ".json"))
+		d, err := c.Descriptor(ctx, id)
+		if err != nil {
+			// A broken descriptor stops it: its blobs would look unused.
+			failed = err
+			return errors.Is(err, sandbox.ErrNotFound)
+		}
+		if keep[id] || i.Modified.After(before) {
+			parents = append(parents, d.Parents...)
+		} else {
+			old[id] = true
+		}
+		for _, f := range d.Forms {
+			blobs[blobKey(f.Digest)] = true
+		}
+		return true
+	})
+	if err := errors.Join(err, failed); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		return 0, fmt.Errorf("sweep layers: %w", err)
+	}
+	for _, p := range parents {
+		delete(old, p)
+	}
+	n := 0
+	for id := range old {
+		if err := c.erase(ctx, id); err != nil {
+			return n, fmt.Errorf("sweep layers: %w", err)
+		}
+		n++
+	}
+	var lost []string
+	if err := c.store.List(ctx, "blobs/", func(i store.Info) bool {
+		if !blobs[i.Key] && i.Modified.Before(before) {
+			lost = append(lost, i.Key)
+		}
+		return true
+	}); err != nil {
+		return n, fmt.Errorf("sweep layers: %w", err)
+	}
+	for _, key := range lost {
+		if err := c.store.Delete(ctx, key); err != nil {
+			return n, fmt.Errorf("sweep layers: %w", err)
+		}
+		n++
+	}
+	return n, nil
+}
