@@ -308,11 +308,12 @@ func (b *box) doubtful(s *step, inst sandbox.Instance, err error) error {
 		return b.void(s, err)
 	}
 	b.mu.Lock()
-	if s.state == beginning {
-		s.state, s.doubt = working, true // it is not given out again
-		s.changed.ring()
-	}
+	s.doubt = s.state == beginning // nobody is told that it runs, and its ID is not given out again
+	doubt := s.doubt
 	b.mu.Unlock()
+	if !doubt {
+		return nil // its end came
+	}
 	b.h.goes(func() { b.resolve(s, inst, err) })
 	return errors.Join(err, kerr)
 }
@@ -348,7 +349,7 @@ func (b *box) resolve(s *step, inst sandbox.Instance, cause error) {
 			return
 		}
 		b.mu.Lock()
-		open := s.state == working && s.doubt && !b.ending
+		open := s.state == beginning && s.doubt && !b.ending
 		b.mu.Unlock()
 		if !open {
 			return
@@ -360,8 +361,12 @@ func (b *box) resolve(s *step, inst sandbox.Instance, cause error) {
 			continue
 		}
 		b.mu.Lock()
-		open = s.state == working && s.doubt
+		open = s.state == beginning && s.doubt
 		s.doubt = false
+		if open && known {
+			s.state = working
+			s.changed.ring()
+		}
 		b.mu.Unlock()
 		if open && !known {
 			b.void(s, cause)

@@ -337,11 +337,11 @@ func (b *box) fail(err error) {
 			h.log.Error("record a failed creation", "sandbox", b.id, "err", aerr)
 		}
 	}
+	h.unclaim(b) // before anybody hears of it: who tries again finds the key free
 	b.mu.Lock()
 	b.err, b.abort, b.ending = err, nil, true
 	b.state, b.over = sandbox.Failed, time.Now()
 	b.cause = sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "create", Detail: err.Error()}
 	b.changed.ring()
 	b.mu.Unlock()
-	h.unclaim(b)
 }

@@ -551,7 +551,9 @@ func (h *Host) settleSteps(o orphan, inst sandbox.Instance) {
 		switch {
 		case err != nil:
 			b.mu.Lock()
-			s.doubt = true
+			if !s.ended() {
+				s.state, s.doubt = beginning, true
+			}
 			b.mu.Unlock()
 			h.goes(func() { b.resolve(s, inst, err) })
 		case !known:
