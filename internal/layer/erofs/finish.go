@@ -186,7 +186,8 @@ func (f *finisher) place() {
 		at += body + extra
 	}
 	f.metaBlock = next
-	f.metaSize = at
+	// fsck.erofs (1.5) reads an attribute header behind every inode, also where there is none and the image ends.
+	f.metaSize = at + xattrHeader
 }
 
 func align(n, to int64) int64 { return (n + to - 1) / to * to }
