@@ -14,6 +14,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -76,16 +77,14 @@ type Layers interface {
 	ImportUpper(ctx context.Context, project, upper string, opt layer.Options) (layer.Descriptor, error)
 }
 
-// Uppers is what the driver needs of the pool of writable folders.
+// Uppers is what the driver needs of the pool of writable folders; *upper.Pool has it.
 type Uppers interface {
-	// Create makes an empty upper and work folder with one parent and a limit in octets; of an ID that has one, it is ErrExists.
-	Create(ctx context.Context, id sandbox.ID, limit int64) (upper, work string, err error)
-	// Remove takes an upper away; the slow part may go on in the background. Of an ID that has none, it is no error.
-	Remove(ctx context.Context, id sandbox.ID) error
-	// Usage is what an upper takes, in octets; -1 unknown.
-	Usage(ctx context.Context, id sandbox.ID) (int64, error)
-	// List names all uppers, half-made ones too.
-	List(ctx context.Context) ([]sandbox.ID, error)
+	Create(ctx context.Context, id string, r upper.Request) (upper.Upper, error)
+	Remove(ctx context.Context, id string) error
+	Usage(id string) (int64, error)
+	List() ([]string, error)
+	// Snapshot copies a living upper for a capture; sandbox.ErrUnsupported where the pool can't.
+	Snapshot(id string) (dir string, release func() error, err error)
 }
 
 // Deps of the driver.
@@ -114,7 +113,7 @@ type Backend struct {
 	swept   bool                        // Sweep was called: unknown events belong to nobody
 	// delivering is set when events were asked for; a new connection asks again.
 	delivering bool
-	released   bool // the keeper was told to end
+	released   bool        // the keeper was told to end
 	keeper     keeper.Info // of the last connection
 }
 
@@ -469,13 +468,13 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 			b.slots.release(n, a.ID)
 		}
 	}
-	uppers, err := b.uppers.List(ctx)
+	uppers, err := b.uppers.List()
 	if err != nil {
 		errs = append(errs, fmt.Errorf("list uppers: %w", err))
 	}
-	for _, id := range uppers {
-		if !keep[id] && b.instance(id) == nil {
-			if err := b.uppers.Remove(ctx, id); err != nil {
+	for _, name := range uppers {
+		if id := sandbox.ID(name); !keep[id] && b.instance(id) == nil {
+			if err := b.uppers.Remove(ctx, name); err != nil {
 				errs = append(errs, fmt.Errorf("remove upper of %s: %w", id, err))
 			}
 		}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -18,6 +19,7 @@ type handle struct {
 	Version int               `json:"version"`
 	Slot    int               `json:"slot"`
 	Upper   string            `json:"upper"`
+	Limit   int64             `json:"limit"`   // of the upper, octets
 	Mapping string            `json:"mapping"` // "idmap" or "shifted": whose ids the upper holds on disk
 	Ifindex int               `json:"ifindex,omitempty"`
 	Laid    map[string]string `json:"laid,omitempty"` // file that was laid at birth -> sha256
@@ -80,12 +82,12 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	}
 	x.undo.push("release uid slot", func(context.Context) error { b.slots.release(x.slot, x.id); return nil })
 
-	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, x.id) })
-	upper, work, err := b.uppers.Create(ctx, x.id, x.spec.Resources.Disk)
+	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, string(x.id)) })
+	u, err := b.uppers.Create(ctx, string(x.id), upper.Request{Disk: x.spec.Resources.Disk, Memory: x.spec.Resources.Memory})
 	if err != nil {
-		return fmt.Errorf("make upper: %w", err)
+		return err
 	}
-	x.upper = upper
+	x.upper, x.limit = u.Dir, u.Limit
 
 	if err := b.mounts.acquire(ctx, c, b.layers, x.spec.Layers); err != nil {
 		return err
@@ -93,7 +95,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	x.undo.push("release layers", func(context.Context) error { b.mounts.release(x.spec.Layers); return nil })
 
 	birth := &keeper.Birth{
-		ID: x.id, Layers: x.spec.Layers, UpperDir: upper, WorkDir: work, UIDBase: b.slots.uid(x.slot),
+		ID: x.id, Layers: x.spec.Layers, UpperDir: u.Dir, WorkDir: u.Work, UIDBase: b.slots.uid(x.slot),
 		Hostname: x.spec.Hostname, Resources: x.spec.Resources, Network: x.spec.Network, Env: x.spec.Env,
 		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp,
 	}
@@ -122,7 +124,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 		}
 	}
 	x.handle, err = json.Marshal(handle{
-		Version: handleVersion, Slot: x.slot, Upper: upper, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: laidFiles(upper),
+		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: laidFiles(u.Dir),
 	})
 	if err != nil {
 		return err

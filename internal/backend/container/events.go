@@ -37,7 +37,7 @@ func (b *Backend) CommandEnded(ctx context.Context, id sandbox.ID, cmd string, o
 	if x == nil {
 		return err
 	}
-	o.DiskHit = o.DiskHit || x.diskHit(ctx, o)
+	o.DiskHit = o.DiskHit || x.diskHit()
 	return x.sink.CommandEnded(ctx, cmd, o)
 }
 

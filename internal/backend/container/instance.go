@@ -36,6 +36,7 @@ type instance struct {
 	sink    sandbox.Sink
 	slot    int
 	upper   string // folder
+	limit   int64  // of the upper, octets
 	ifindex int    // of the host's side of its veth; 0 none
 	handle  []byte
 	undo    teardown
@@ -252,7 +253,7 @@ func (x *instance) Stats(ctx context.Context) (sandbox.Stats, error) {
 	if err != nil {
 		return s, x.said("stats", err)
 	}
-	if s.Disk, err = x.b.uppers.Usage(ctx, x.id); err != nil {
+	if s.Disk, err = x.b.uppers.Usage(string(x.id)); err != nil {
 		return s, x.said("disk use", err)
 	}
 	return s, nil
@@ -277,12 +278,16 @@ func (x *instance) Destroy(ctx context.Context) error {
 // writeRate bounds how fast a sandbox can fill its disk, in octets a second: the memory of a large machine is not faster.
 const writeRate = 64 << 30
 
+// usageLag is how much an upper may hold beyond the use that its file system tells, in octets: what a sandbox's memory can hold
+// of dirty pages is bounded by the kernel to a share of the machine's memory; an upper of less room is asked at every end.
+const usageLag = 1 << 30
+
 // probeSize is what must still fit, in octets.
 const probeSize = 64 << 10
 
 // diskHit reports whether the disk is full now. The kernel keeps no counter of refusals, so room is asked for; and since that takes
 // a transaction of the file system, only when the room last seen can have been filled since.
-func (x *instance) diskHit(ctx context.Context, o sandbox.Outcome) bool {
+func (x *instance) diskHit() bool {
 	now := time.Now()
 	if last := x.disk.Load(); last != 0 {
 		if could := now.Sub(time.Unix(0, last)).Seconds() * writeRate; could < float64(x.room.Load()) {
@@ -293,11 +298,12 @@ func (x *instance) diskHit(ctx context.Context, o sandbox.Outcome) bool {
 		x.disk.Store(0)
 		return true
 	}
-	used, err := x.b.uppers.Usage(ctx, x.id)
+	used, err := x.b.uppers.Usage(string(x.id))
 	if err != nil || used < 0 {
-		used = x.spec.Resources.Disk // unknown: look again next time
+		used = x.limit // unknown: look again next time
 	}
-	x.room.Store(max(x.spec.Resources.Disk-used, 0))
+	// Use is known as of the last transaction; what was written since is in memory and counted here as if it were all of it.
+	x.room.Store(max(x.limit-used-usageLag, 0))
 	x.disk.Store(now.UnixNano())
 	return false
 }

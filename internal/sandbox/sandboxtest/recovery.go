@@ -127,4 +127,3 @@ func testRecovery(t *testing.T, e *Env) {
 		}
 	})
 }
-

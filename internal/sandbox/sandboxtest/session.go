@@ -47,7 +47,7 @@ func testSessions(t *testing.T, e *Env) {
 		b := e.box(t)
 		one, two := open(t, b, sandbox.Session{}), open(t, b, sandbox.Session{User: "alice", Cwd: "/home/alice"})
 		say(t, b, one, "V=one; cd /tmp")
-		wantExit(t, say(t, b, two, "echo $V $(id -u); pwd"), 0, " 1000\n/home/alice\n")
+		wantExit(t, say(t, b, two, "echo \"$V\" $(id -u); pwd"), 0, " 1000\n/home/alice\n")
 		wantExit(t, say(t, b, one, "echo $V $(id -u); pwd"), 0, "one 0\n/tmp\n")
 	})
 	t.Run("opening a known session joins it", func(t *testing.T) {

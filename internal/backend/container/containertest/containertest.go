@@ -21,6 +21,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
 	"github.com/dsec-dev/dsec/internal/store"
@@ -97,7 +98,7 @@ func do(t testing.TB, err error) {
 type Env struct {
 	Backend   *container.Backend
 	Catalogue *layer.Catalogue
-	Uppers    container.Uppers
+	Uppers    *upper.Pool
 	Layer     string // of Root
 	Config    container.Config
 
@@ -109,6 +110,7 @@ type Env struct {
 type Options struct {
 	Network container.NetworkConfig
 	Guest   *os.File
+	Driver  string                  // of the pool of uppers; empty: the best that works
 	Config  func(*container.Config) // changes what New chose
 }
 
@@ -136,7 +138,7 @@ func New(t testing.TB, o Options) *Env {
 	d, err := e.Catalogue.ImportDir(t.Context(), "default", root, layer.Options{Source: "busybox"})
 	do(t, err)
 	e.Layer = string(d.ID)
-	e.Uppers = newUppers(t, filepath.Join(dir, "uppers"))
+	e.openPool(t, filepath.Join(dir, "uppers"), o.Driver)
 	e.Config = container.Config{
 		Instance: instance, Host: "test", StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Slots: 256,
 		Keeper: []string{os.Args[0], "keeper"}, Guest: o.Guest, Network: o.Network,
@@ -147,6 +149,23 @@ func New(t testing.TB, o Options) *Env {
 	t.Cleanup(func() { e.end(t) })
 	e.start(t)
 	return e
+}
+
+// openPool makes a small pool of uppers.
+func (e *Env) openPool(t testing.TB, dir, driver string) {
+	t.Helper()
+	pool, err := upper.Open(t.Context(), upper.Config{State: dir, Driver: driver, Size: 1 << 30}, e.log)
+	do(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- pool.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := errors.Join(<-done, pool.Close()); err != nil {
+			t.Errorf("pool of uppers: %v", err)
+		}
+	})
+	e.Uppers = pool
 }
 
 // start makes a driver and runs it.
@@ -259,10 +278,10 @@ func (e *Env) Left(t testing.TB) []string {
 			}
 		}
 	}
-	ids, err := e.Uppers.List(t.Context())
+	ids, err := e.Uppers.List()
 	do(t, err)
 	for _, id := range ids {
-		out = append(out, "upper of "+string(id))
+		out = append(out, "upper of "+id)
 	}
 	out = append(out, e.Backend.Held()...)
 	slices.Sort(out)
