@@ -180,7 +180,7 @@ func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox
 	for _, w := range wants {
 		if len(order) == 0 {
 			if len(f.Nameless) > 0 {
-				return nil, fmt.Errorf("create with %s: %s did not answer so far, so whether it was made is not known: %w", w, first80(f.Nameless), rpc.ErrUnavailable)
+				return nil, fmt.Errorf("create with %s: %s did not answer so far, so whether it was made is not known: %w", w, firstOf(f.Nameless), rpc.ErrUnavailable)
 			}
 			break
 		}

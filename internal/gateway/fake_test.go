@@ -57,6 +57,7 @@ type fakeHost struct {
 	broken   int // and broke off
 	dials    map[uint16]string
 	failNext error // of the next create, after it was made
+	hang     bool  // questions get no answer
 
 	stop func()
 }
@@ -164,7 +165,21 @@ func (h *fakeHost) Create(ctx context.Context, r *connect.Request[dsecv1.HostCre
 	return connect.NewResponse(&dsecv1.CreateResponse{Sandbox: b}), nil
 }
 
+// hung waits for the end of the call when the host is to hang.
+func (h *fakeHost) hung(ctx context.Context) error {
+	h.mu.Lock()
+	hang := h.hang
+	h.mu.Unlock()
+	if hang {
+		<-ctx.Done()
+	}
+	return ctx.Err()
+}
+
 func (h *fakeHost) FindKey(ctx context.Context, r *connect.Request[dsecv1.FindKeyRequest]) (*connect.Response[dsecv1.FindKeyResponse], error) {
+	if err := h.hung(ctx); err != nil {
+		return nil, err
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, b := range h.boxes {
@@ -220,6 +235,9 @@ func (s fakeSandboxes) Get(ctx context.Context, r *connect.Request[dsecv1.GetReq
 }
 
 func (s fakeSandboxes) List(ctx context.Context, r *connect.Request[dsecv1.ListRequest]) (*connect.Response[dsecv1.ListResponse], error) {
+	if err := s.h.hung(ctx); err != nil {
+		return nil, err
+	}
 	s.h.mu.Lock()
 	defer s.h.mu.Unlock()
 	var ids []string
@@ -469,6 +487,7 @@ func newCluster(t testing.TB, n int) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
+	g.askTime = 500 * time.Millisecond
 	srv := httptest.NewServer(g.Handler())
 	t.Cleanup(srv.Close)
 	c.url = srv.URL

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -47,6 +48,39 @@ func notFoundKey(job, key string) error {
 	return fmt.Errorf("sandbox with key %s in job %s: no host knows it: %w", key, jobOf(job), sandbox.ErrNotFound)
 }
 
+const (
+	askTime  = 5 * time.Second // of a question to one host of many
+	downTime = time.Second     // of anything to a host that seems down, when others are asked too
+)
+
+// ask makes a call on one host of many, so that one that hangs does not hold up the answer of the others: with a limit (0: none of its own),
+// and a short one when it seems down. A host that lets the limit pass is unavailable.
+func ask[S any](ctx context.Context, g *Gateway, id sandbox.HostID, limit time.Duration, call func(context.Context, *rpc.Peer) (S, error)) (out S, p *rpc.Peer, err error) {
+	p, ok := g.fleet.Peer(id)
+	if !ok {
+		return out, nil, fmt.Errorf("host %s: is gone: %w", id, rpc.ErrUnavailable)
+	}
+	if !g.seemsUp(p) {
+		limit = downTime
+	}
+	one := ctx
+	if limit > 0 {
+		var cancel context.CancelFunc
+		one, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
+	out, err = call(one, p)
+	if err == nil {
+		return out, p, nil
+	}
+	unsent := rpc.Unsent(err)
+	err = rpc.FromError(err)
+	if ctx.Err() == nil && (one.Err() != nil || errors.Is(err, context.DeadlineExceeded)) {
+		err = fmt.Errorf("no answer within %v: %w", limit, rpc.ErrUnavailable)
+	}
+	return out, p, named(err, p, unsent)
+}
+
 // find asks hosts in the order of the name or key: the first alone, since it is most likely there, then all others at once. It returns
 // nil when every host answered that it does not know it. A host that can't be asked makes the result unknown: ErrUnavailable.
 func (g *Gateway) find(ctx context.Context, f *placement.Fleet, what finding) (*dsecv1.Sandbox, *rpc.Peer, error) {
@@ -64,16 +98,15 @@ func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbo
 		peer *rpc.Peer
 		err  error
 	}
-	ask := func(ctx context.Context, id sandbox.HostID) answer {
-		p, ok := g.fleet.Peer(id)
-		if !ok {
-			return answer{err: fmt.Errorf("host %s: is gone: %w", id, rpc.ErrUnavailable)}
+	query := func(ctx context.Context, id sandbox.HostID) (a answer) {
+		var resp *connect.Response[dsecv1.FindKeyResponse]
+		resp, a.peer, a.err = ask(ctx, g, id, g.askTime, func(ctx context.Context, p *rpc.Peer) (*connect.Response[dsecv1.FindKeyResponse], error) {
+			return p.Host.FindKey(ctx, connect.NewRequest(&dsecv1.FindKeyRequest{Job: what.job, Key: what.key, Name: what.name}))
+		})
+		if a.err == nil {
+			a.sb = resp.Msg.GetSandbox()
 		}
-		resp, err := p.Host.FindKey(ctx, connect.NewRequest(&dsecv1.FindKeyRequest{Job: what.job, Key: what.key, Name: what.name}))
-		if err != nil {
-			return answer{peer: p, err: named(rpc.FromError(err), p, rpc.Unsent(err))}
-		}
-		return answer{sb: resp.Msg.GetSandbox(), peer: p}
+		return a
 	}
 	take := func(a answer) (bool, error) {
 		switch {
@@ -81,19 +114,19 @@ func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbo
 			return true, nil
 		case a.err == nil || errors.Is(a.err, sandbox.ErrNotFound):
 			return false, nil
-		case errors.Is(a.err, rpc.ErrUnavailable) || errors.Is(a.err, context.DeadlineExceeded) && ctx.Err() == nil:
+		case errors.Is(a.err, rpc.ErrUnavailable):
 			unknown = true
 			missing = append(missing, a.err.Error())
 			return false, nil
 		}
 		return false, a.err
 	}
-	first := ask(ctx, order[0])
+	first := query(ctx, order[0])
 	if ok, err := take(first); ok || err != nil {
 		return first.sb, first.peer, err
 	}
 	answers := make([]answer, len(order)-1)
-	if err := each(ctx, len(answers), func(ctx context.Context, i int) { answers[i] = ask(ctx, order[i+1]) }); err != nil {
+	if err := each(ctx, len(answers), func(ctx context.Context, i int) { answers[i] = query(ctx, order[i+1]) }); err != nil {
 		return nil, nil, err
 	}
 	for _, a := range answers {
@@ -102,12 +135,12 @@ func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbo
 		}
 	}
 	if unknown {
-		return nil, nil, fmt.Errorf("find %s: not all hosts could be asked (%s), so whether it exists is not known; repeat the call, or remove a lost host from the configuration: %w", what, first80(missing), rpc.ErrUnavailable)
+		return nil, nil, fmt.Errorf("find %s: not all hosts could be asked (%s), so whether it exists is not known; repeat the call, or remove a lost host from the configuration: %w", what, firstOf(missing), rpc.ErrUnavailable)
 	}
 	return nil, nil, nil
 }
 
-func first80(list []string) string {
+func firstOf(list []string) string {
 	if len(list) > 1 {
 		return fmt.Sprintf("%s, and %d more", list[0], len(list)-1)
 	}
@@ -141,8 +174,8 @@ func eachOf(ctx context.Context, n, parallel int, f func(ctx context.Context, i 
 	return nil
 }
 
-// everywhere asks all hosts at once. What can't be asked is told as ItemErrors: by the host's ID, or its address when it never told one.
-func everywhere[S any](ctx context.Context, g *Gateway, call func(context.Context, *rpc.Peer) (S, error)) (answers []S, errs []*dsecv1.ItemError, err error) {
+// everywhere asks all hosts at once, each for the limit (0: as long as the call may last). What can't be asked is told as ItemErrors: by the host's ID, or its address when it never told one.
+func everywhere[S any](ctx context.Context, g *Gateway, limit time.Duration, call func(context.Context, *rpc.Peer) (S, error)) (answers []S, errs []*dsecv1.ItemError, err error) {
 	g.ready(ctx)
 	f := g.fleet.Fleet()
 	if len(f.Hosts) == 0 {
@@ -151,17 +184,7 @@ func everywhere[S any](ctx context.Context, g *Gateway, call func(context.Contex
 	all := make([]S, len(f.Hosts))
 	failed := make([]error, len(f.Hosts))
 	err = each(ctx, len(f.Hosts), func(ctx context.Context, i int) {
-		p, ok := g.fleet.Peer(f.Hosts[i].ID)
-		if !ok {
-			failed[i] = fmt.Errorf("host %s: is gone: %w", f.Hosts[i].ID, rpc.ErrUnavailable)
-			return
-		}
-		a, err := call(ctx, p)
-		if err != nil {
-			failed[i] = named(rpc.FromError(err), p, rpc.Unsent(err))
-			return
-		}
-		all[i] = a
+		all[i], _, failed[i] = ask(ctx, g, f.Hosts[i].ID, limit, call)
 	})
 	if err != nil {
 		return nil, nil, err

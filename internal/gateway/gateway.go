@@ -39,6 +39,8 @@ type Config struct {
 	Role    string // "gateway" or "up", for InfoService
 	// Domain is under which "<port>-<sandbox>.<domain>" reaches ports. Without one, that form works for IDs under any domain.
 	Domain string
+	// OpenMetrics serves /metrics without a key.
+	OpenMetrics bool
 }
 
 // Fleet is the picture of the hosts and the way to them.
@@ -69,6 +71,7 @@ type Gateway struct {
 	ports   *ports
 	random  func() *rand.Rand
 	leaving atomic.Bool
+	askTime time.Duration
 
 	recentMu sync.Mutex
 	recent   placement.Recent
@@ -87,7 +90,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		cfg.Role = "gateway"
 	}
 	cfg.Domain = strings.ToLower(strings.Trim(cfg.Domain, "."))
-	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, log: d.Log}
+	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, log: d.Log, askTime: askTime}
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
@@ -167,7 +170,7 @@ func (g *Gateway) readyz(w http.ResponseWriter, r *http.Request) {
 
 // guard lets in who shows a key; who asks for a project below the key's gets it.
 func (g *Gateway) guard(ctx context.Context, path string, h http.Header) (context.Context, error) {
-	if strings.HasPrefix(path, "/"+dsecv1connect.InfoServiceName+"/") || path == "/healthz" || path == "/readyz" {
+	if strings.HasPrefix(path, "/"+dsecv1connect.InfoServiceName+"/") || path == "/healthz" || path == "/readyz" || path == "/metrics" && g.cfg.OpenMetrics {
 		return ctx, nil
 	}
 	return g.admit(ctx, keyOf(h), h.Get(rpc.HeaderProject))

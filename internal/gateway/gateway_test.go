@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"strings"
 	"testing"
@@ -17,6 +18,8 @@ import (
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
+
+var discard = slog.New(slog.DiscardHandler)
 
 func fleetOf(c *cluster) *placement.Fleet {
 	f := &placement.Fleet{}
@@ -165,6 +168,34 @@ func TestListGoesThroughAllHostsInPages(t *testing.T) {
 		if _, err := c.Sandboxes.List(context.Background(), connect.NewRequest(&dsecv1.ListRequest{PageToken: bad})); !errors.Is(rpc.FromError(err), sandbox.ErrInvalid) {
 			t.Errorf("token %q: %v", bad, err)
 		}
+	}
+}
+
+// A host that takes calls and does not answer holds up nothing but what is its own.
+func TestHostThatHangs(t *testing.T) {
+	c := newCluster(t, 3)
+	names := map[string]*fakeHost{}
+	for i := range 12 {
+		sb := c.mustCreate(t, &dsecv1.CreateRequest{Name: fmt.Sprintf("box-%d", i)})
+		names[sb.Name] = c.host(sb.Id)
+	}
+	h := c.hosts[1]
+	h.mu.Lock()
+	h.hang = true
+	h.mu.Unlock()
+	ctx := context.Background()
+	r, err := c.Sandboxes.List(ctx, connect.NewRequest(&dsecv1.ListRequest{}))
+	if err != nil || len(r.Msg.Errors) != 1 || r.Msg.Errors[0].Id != string(h.id) {
+		t.Errorf("%v, %v", r, err)
+	}
+	for name, on := range names {
+		_, err := c.Sandboxes.Get(ctx, connect.NewRequest(&dsecv1.GetRequest{Id: name}))
+		if err = rpc.FromError(err); on == h && !errors.Is(err, rpc.ErrUnavailable) || on != h && err != nil {
+			t.Errorf("%s on %s: %v", name, on.id, err)
+		}
+	}
+	if _, err := c.create(t, &dsecv1.CreateRequest{Name: "box-0", Key: "other"}); err == nil {
+		t.Error("a second sandbox of the name")
 	}
 }
 

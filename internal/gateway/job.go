@@ -33,7 +33,7 @@ func (s jobs) Put(ctx context.Context, r *connect.Request[dsecv1.PutJobRequest])
 		return nil, err
 	}
 	j.Project = rpc.Project(ctx)
-	answers, errs, err := everywhere(ctx, s.g, func(ctx context.Context, p *rpc.Peer) (*dsecv1.Job, error) {
+	answers, errs, err := everywhere(ctx, s.g, s.g.askTime, func(ctx context.Context, p *rpc.Peer) (*dsecv1.Job, error) {
 		resp, err := p.Host.PutJob(ctx, connect.NewRequest(&dsecv1.PutJobRequest{Job: j}))
 		if err != nil {
 			return nil, err
@@ -72,7 +72,7 @@ func (s jobs) Renew(ctx context.Context, r *connect.Request[dsecv1.RenewJobReque
 		peer *rpc.Peer
 		job  *dsecv1.Job
 	}
-	answers, errs, err := everywhere(ctx, s.g, func(ctx context.Context, p *rpc.Peer) (share, error) {
+	answers, errs, err := everywhere(ctx, s.g, s.g.askTime, func(ctx context.Context, p *rpc.Peer) (share, error) {
 		resp, err := p.Jobs.Renew(ctx, connect.NewRequest(r.Msg))
 		if errors.Is(rpc.FromError(err), sandbox.ErrNotFound) {
 			return share{peer: p}, nil
@@ -111,7 +111,7 @@ func (s jobs) Renew(ctx context.Context, r *connect.Request[dsecv1.RenewJobReque
 }
 
 func (s jobs) Get(ctx context.Context, r *connect.Request[dsecv1.GetJobRequest]) (*connect.Response[dsecv1.GetJobResponse], error) {
-	answers, errs, err := everywhere(ctx, s.g, func(ctx context.Context, p *rpc.Peer) (*dsecv1.Job, error) {
+	answers, errs, err := everywhere(ctx, s.g, s.g.askTime, func(ctx context.Context, p *rpc.Peer) (*dsecv1.Job, error) {
 		resp, err := p.Jobs.Get(ctx, connect.NewRequest(r.Msg))
 		if errors.Is(rpc.FromError(err), sandbox.ErrNotFound) {
 			return nil, nil
@@ -135,7 +135,7 @@ func (s jobs) Get(ctx context.Context, r *connect.Request[dsecv1.GetJobRequest])
 }
 
 func (s jobs) List(ctx context.Context, r *connect.Request[dsecv1.ListJobsRequest]) (*connect.Response[dsecv1.ListJobsResponse], error) {
-	answers, errs, err := everywhere(ctx, s.g, func(ctx context.Context, p *rpc.Peer) ([]*dsecv1.Job, error) {
+	answers, errs, err := everywhere(ctx, s.g, s.g.askTime, func(ctx context.Context, p *rpc.Peer) ([]*dsecv1.Job, error) {
 		resp, err := p.Jobs.List(ctx, connect.NewRequest(r.Msg))
 		if err != nil {
 			return nil, err
@@ -205,7 +205,7 @@ func (s jobs) group(ctx context.Context, name string, call func(context.Context,
 	if err := sandbox.CheckKey("job", name); err != nil {
 		return nil, err
 	}
-	answers, errs, err := everywhere(ctx, s.g, func(ctx context.Context, p *rpc.Peer) (*dsecv1.SelectorResult, error) {
+	answers, errs, err := everywhere(ctx, s.g, 0, func(ctx context.Context, p *rpc.Peer) (*dsecv1.SelectorResult, error) {
 		resp, err := call(ctx, p)
 		if errors.Is(rpc.FromError(err), sandbox.ErrNotFound) {
 			return nil, nil

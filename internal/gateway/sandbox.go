@@ -156,16 +156,13 @@ func (s sandboxes) List(ctx context.Context, r *connect.Request[dsecv1.ListReque
 		if h.ID == at.Host {
 			token = at.Token
 		}
-		p, ok := s.g.fleet.Peer(h.ID)
-		if !ok {
-			continue
-		}
 		for {
 			q := proto.Clone(r.Msg).(*dsecv1.ListRequest)
 			q.PageSize, q.PageToken = size-int32(len(out.Sandboxes)), token
-			resp, err := p.Sandboxes.List(ctx, connect.NewRequest(q))
+			resp, _, err := ask(ctx, s.g, h.ID, s.g.askTime, func(ctx context.Context, p *rpc.Peer) (*connect.Response[dsecv1.ListResponse], error) {
+				return p.Sandboxes.List(ctx, connect.NewRequest(q))
+			})
 			if err != nil {
-				err = named(rpc.FromError(err), p, rpc.Unsent(err))
 				if !errors.Is(err, rpc.ErrUnavailable) {
 					return nil, err
 				}
@@ -284,7 +281,7 @@ func (g *Gateway) selectorCall(ctx context.Context, sel *dsecv1.Selector, call f
 			return g.byIDs(ctx, sel, call)
 		}
 	}
-	answers, errs, err := everywhere(ctx, g, func(ctx context.Context, p *rpc.Peer) (*dsecv1.SelectorResult, error) {
+	answers, errs, err := everywhere(ctx, g, 0, func(ctx context.Context, p *rpc.Peer) (*dsecv1.SelectorResult, error) {
 		resp, err := call(ctx, p, sel)
 		if err != nil {
 			return nil, err

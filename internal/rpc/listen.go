@@ -20,18 +20,20 @@ import (
 
 // Bounds of a listener.
 const (
-	maxConns       = 16384
-	maxHeader      = 64 << 10 // octets
-	headerTime     = 10 * time.Second
-	idleTime       = 5 * time.Minute
-	pingAfter      = 30 * time.Second
-	pingAnswer     = 15 * time.Second
-	streamsAConn   = 1000
-	defaultGrace   = 10 * time.Second
-	longestUnix    = 107 // octets of a socket's path (linux/un.h: 108 with the NUL)
-	unixScheme     = "unix:"
-	streamWindow   = 1 << 20
-	connWindow     = 4 << 20
+	maxConns     = 16384
+	maxHeader    = 64 << 10 // octets
+	headerTime   = 10 * time.Second
+	idleTime     = 5 * time.Minute
+	pingAfter    = 30 * time.Second
+	pingAnswer   = 15 * time.Second
+	streamsAConn = 1000
+	defaultGrace = 10 * time.Second
+	longestUnix  = 107 // octets of a socket's path (linux/un.h: 108 with the NUL)
+	unixScheme   = "unix:"
+	// A stream whose reader is slow fills its own window; the connection's holds as many of them as there may be streams, or slow
+	// readers would block the others on the connection.
+	streamWindow   = 256 << 10
+	connWindow     = streamsAConn * streamWindow
 	shutdownStream = 500 * time.Millisecond
 )
 

@@ -184,3 +184,90 @@ func TestCertificateIsReadAgain(t *testing.T) {
 		t.Error("half a file replaced a certificate that works")
 	}
 }
+
+// Streams that nobody reads, in both directions, do not hold up others on their connection.
+func TestSlowStreamsDoNotBlockOthers(t *testing.T) {
+	stalled := make(chan struct{}, 100)
+	release := make(chan struct{})
+	h := &host{status: func(context.Context) error { return nil }, logs: func(ctx context.Context, send func(*dsecv1.ReadLogResponse) error) error {
+		m := &dsecv1.ReadLogResponse{Records: []*dsecv1.LogRecord{{Data: make([]byte, 64<<10)}}}
+		for i := range 100 {
+			if i == 2 {
+				stalled <- struct{}{}
+			}
+			if err := send(m); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+	f := &slowFiles{stalled: stalled, release: release}
+	guard, err := ClusterGuard(token)
+	if err != nil {
+		t.Fatal(err)
+	}
+	edge := &Edge{Guard: guard}
+	mux := http.NewServeMux()
+	mux.Handle(dsecv1connect.NewHostServiceHandler(h, edge.Options()...))
+	mux.Handle(dsecv1connect.NewLogServiceHandler(h, edge.Options()...))
+	mux.Handle(dsecv1connect.NewFileServiceHandler(f, edge.Options()...))
+	s, err := NewServer(edge.Wrap(mux), ServerConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := Listen("127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	run, end := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- s.Run(run, l) }()
+	defer func() { end(); <-done }()
+	p := peer(t, "http://"+l.Addr().String(), token)
+	work, stop := context.WithCancel(ctx)
+	defer stop()
+	defer close(release)
+	const streams = 40
+	for range streams {
+		st, err := p.Logs.Read(work, connect.NewRequest(&dsecv1.ReadLogRequest{}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer st.Close()
+		go func() {
+			w := p.FileStreams.Write(work)
+			for w.Send(&dsecv1.WriteRequest{Data: make([]byte, 64<<10)}) == nil {
+			}
+		}()
+	}
+	for range 2 * streams {
+		<-stalled
+	}
+	time.Sleep(50 * time.Millisecond) // until the windows are full
+	p.busy.Add(idleConns)
+	defer p.busy.Add(-idleConns)
+	if _, err := p.Files.Move(ctx, connect.NewRequest(&dsecv1.MoveRequest{ToRaw: make([]byte, 2<<20)})); err != nil {
+		t.Error(err)
+	}
+}
+
+type slowFiles struct {
+	dsecv1connect.UnimplementedFileServiceHandler
+	stalled, release chan struct{}
+}
+
+func (f *slowFiles) Write(ctx context.Context, in *connect.ClientStream[dsecv1.WriteRequest]) (*connect.Response[dsecv1.WriteResponse], error) {
+	in.Receive()
+	f.stalled <- struct{}{}
+	select {
+	case <-f.release:
+	case <-ctx.Done():
+	}
+	return nil, ctx.Err()
+}
+
+func (f *slowFiles) Move(_ context.Context, r *connect.Request[dsecv1.MoveRequest]) (*connect.Response[dsecv1.MoveResponse], error) {
+	return connect.NewResponse(&dsecv1.MoveResponse{Existed: len(r.Msg.ToRaw) == 2<<20}), nil
+}
