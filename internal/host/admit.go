@@ -53,7 +53,6 @@ func (h *Host) measure() reading {
 // admit says whether one more sandbox may be made; mu is held.
 func (h *Host) admit(r reading) error {
 	refuse := func(format string, a ...any) error {
-		h.m.refused.Inc()
 		return fmt.Errorf("host %s: "+format+": %w", append(append([]any{h.cfg.ID}, a...), sandbox.ErrExhausted)...)
 	}
 	switch {
@@ -61,8 +60,8 @@ func (h *Host) admit(r reading) error {
 		return refuse("shutting down")
 	case h.draining:
 		return refuse("draining: takes no new sandboxes")
-	case h.living >= h.cfg.MaxSandboxes:
-		return refuse("%d sandboxes, at most %d", h.living, h.cfg.MaxSandboxes)
+	case len(h.alive) >= h.cfg.MaxSandboxes:
+		return refuse("%d sandboxes, at most %d", len(h.alive), h.cfg.MaxSandboxes)
 	case h.creating >= h.cfg.MaxBirths+h.cfg.MaxWaiting:
 		return refuse("%d creates under way, at most %d", h.creating, h.cfg.MaxBirths+h.cfg.MaxWaiting)
 	case r.memoryErr != nil:
@@ -129,8 +128,8 @@ func (h *Host) status() Status {
 	s := Status{MemoryTotal: r.memoryTotal, MemoryAvailable: r.memory, DiskFree: r.disk, LogFree: r.log, Load: loadAverage()}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	s.Running, s.Creating, s.Draining = int64(h.living-h.creating), int64(h.creating), h.draining
-	s.Slots = int64(max(0, h.cfg.MaxSandboxes-h.living))
+	s.Running, s.Creating, s.Draining = int64(len(h.alive)-h.creating), int64(h.creating), h.draining
+	s.Slots = int64(max(0, h.cfg.MaxSandboxes-len(h.alive)))
 	if h.admit(r) != nil {
 		s.Slots = 0
 	}

@@ -56,6 +56,7 @@ type box struct {
 	life   sandbox.Lifetime
 	total  time.Time // deadline
 	lease  time.Time // deadline by the job's lease whose action is stop; zero is none
+	armed  time.Time // deadline that the backend was given last
 	last   time.Time // last activity
 	active int       // commands that run, requests and connections under way
 	acts   int       // acts of the host under way: an end waits for them

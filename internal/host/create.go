@@ -105,13 +105,13 @@ func (h *Host) claim(b *box, r reading) (known *box, err error) {
 		}
 	}
 	if err := h.admit(r); err != nil {
+		h.m.refused.Inc()
 		return nil, err
 	}
-	h.boxes[b.id], h.keys[b.traj] = b, b
+	h.boxes[b.id], h.alive[b.id], h.keys[b.traj] = b, b, b
 	if b.spec.Name != "" {
 		h.names[name] = b
 	}
-	h.living++
 	h.creating++
 	j.living++
 	h.jobs[scoped{b.spec.Project, b.spec.Job}] = j
@@ -125,9 +125,9 @@ func (h *Host) unclaim(b *box) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.boxes, b.id)
+	delete(h.alive, b.id)
 	delete(h.keys, b.traj)
 	h.freeName(b)
-	h.living--
 	h.creating--
 	if j := h.jobs[scoped{b.spec.Project, b.spec.Job}]; j != nil {
 		j.left(time.Now())
@@ -251,10 +251,17 @@ func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1
 	if n, ok := inst.(interface{ Notes() map[string]string }); ok {
 		b.notes = n.Notes()
 	}
-	total := b.deadline()
+	at := b.deadline()
+	b.armed = b.total // the backend's Create armed the total
 	b.mu.Unlock()
-	if err := inst.SetDeadline(ctx, total); err != nil && ctx.Err() == nil {
-		h.log.Warn("arm the deadline in the backend", "sandbox", b.id, "err", err)
+	if !at.Equal(b.total) {
+		if err := inst.SetDeadline(ctx, at); err != nil {
+			h.log.Warn("arm the lease in the backend", "sandbox", b.id, "err", err)
+		} else {
+			b.mu.Lock()
+			b.armed = at
+			b.mu.Unlock()
+		}
 	}
 	if _, err := b.append(stateRecord(sandbox.Running, "", sandbox.Cause{}, inst.Handle())); err != nil {
 		err = fmt.Errorf("create %s: record its birth: %w", b.id, err)
@@ -275,8 +282,16 @@ func (h *Host) raise(b *box, inst sandbox.Instance) {
 	b.last = time.Now()
 	b.arm()
 	cause, stop := b.cause, b.ending
+	moved := !b.deadline().Equal(b.armed) // the lease was renewed while it was being born
 	b.changed.ring()
 	b.mu.Unlock()
+	if moved && !stop {
+		h.goes(func() {
+			if err := b.armBackend(); err != nil && h.life.Err() == nil {
+				h.log.Warn("arm a lease", "sandbox", b.id, "err", err)
+			}
+		})
+	}
 	if stop { // asked for while it was being born
 		b.mu.Lock()
 		b.ending = false

@@ -22,7 +22,6 @@ const (
 	filesIdle    = 10 * time.Second // an unused file connection is kept for so long
 	maxFileConns = 16               // users with a file connection in one sandbox
 	fileWait     = 2 * time.Minute  // one change without a body
-	bodyWait     = 24 * time.Hour
 )
 
 // fileConn is the file server of one user in a sandbox. Fields but the channel are under the box's lock.
@@ -220,14 +219,11 @@ func (b *box) change(ctx context.Context, key string, t tag, req proto.Message, 
 	if key == "" {
 		key = sandbox.NewKey()
 	}
-	return b.once(ctx, key, t, req, fileWait, func(ctx context.Context, inst sandbox.Instance) (*dsecv1.LogRecord, error) {
-		f, release, err := b.fileServer(ctx, inst, user)
-		if err != nil {
-			return nil, err
-		}
-		defer release()
-		return do(ctx, f)
-	})
+	var f *guest.Files
+	return b.once(ctx, key, t, req, fileWait, func(ctx context.Context, inst sandbox.Instance) (release func(), err error) {
+		f, release, err = b.fileServer(ctx, inst, user)
+		return release, err
+	}, func(ctx context.Context, _ sandbox.Instance) (*dsecv1.LogRecord, error) { return do(ctx, f) })
 }
 
 // upload is a write, append or tree up: a step with a body. These three may be sent again under their ID after an end that is

@@ -44,11 +44,11 @@ type Host struct {
 
 	mu       sync.Mutex
 	boxes    map[sandbox.ID]*box
+	alive    map[sandbox.ID]*box // of boxes, those that have not ended
 	keys     map[trajectory.ID]*box
 	names    map[scoped]*box // of those that have not ended
 	jobs     map[scoped]*job
 	tombs    map[trajectory.ID]time.Time // until when a create with that key is refused
-	living   int                         // not ended, creating included
 	creating int
 	draining bool
 	closed   bool
@@ -75,7 +75,7 @@ func New(cfg Config, deps Deps) (*Host, error) {
 	}
 	h := &Host{
 		cfg: cfg, deps: deps, log: deps.Logger, secret: secret, births: semaphore.NewWeighted(int64(cfg.MaxBirths)),
-		ready: make(chan struct{}), boxes: map[sandbox.ID]*box{}, keys: map[trajectory.ID]*box{}, names: map[scoped]*box{},
+		ready: make(chan struct{}), boxes: map[sandbox.ID]*box{}, alive: map[sandbox.ID]*box{}, keys: map[trajectory.ID]*box{}, names: map[scoped]*box{},
 		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{},
 	}
 	h.life, h.cancel = context.WithCancel(context.Background())
@@ -183,8 +183,8 @@ func (h *Host) StopAll(ctx context.Context) error {
 // find lists the living boxes that match.
 func (h *Host) find(match func(*box) bool) []*box {
 	h.mu.Lock()
-	all := make([]*box, 0, len(h.boxes))
-	for _, b := range h.boxes {
+	all := make([]*box, 0, len(h.alive))
+	for _, b := range h.alive {
 		all = append(all, b)
 	}
 	h.mu.Unlock()

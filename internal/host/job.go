@@ -35,6 +35,7 @@ type job struct {
 	timer         *time.Timer
 	retention     time.Duration // 0 is the host's
 	living        int
+	ended         int
 	last          time.Time // when its last sandbox ended
 	expired       time.Time // when its records were removed; zero while they are there
 	recorded      bool      // has a trajectory of its own
@@ -237,8 +238,9 @@ func (h *Host) jobProto(name scoped) (*dsecv1.Job, error) {
 		Name: j.name, Project: j.project, LeaseMs: j.lease.Milliseconds(), OnLeaseEnd: string(j.action),
 		LeaseUntil: rpc.Timestamp(j.until), RetentionMs: cmp.Or(j.retention, h.cfg.Retention).Milliseconds(),
 	}
+	p.Ended = int32(j.ended)
 	var all []*box
-	for _, b := range h.boxes {
+	for _, b := range h.alive {
 		if inJob(name)(b) {
 			all = append(all, b)
 		}
@@ -248,7 +250,7 @@ func (h *Host) jobProto(name scoped) (*dsecv1.Job, error) {
 		b.mu.Lock()
 		switch {
 		case b.state.Ended():
-			p.Ended++
+			// it ended just now
 		case b.state == sandbox.Paused || b.state == sandbox.Pausing:
 			p.Paused++
 		default:
@@ -290,8 +292,12 @@ func (h *Host) selected(ctx context.Context, s *dsecv1.Selector) []*box {
 		ids[id] = true
 	}
 	h.mu.Lock()
-	all := make([]*box, 0, len(h.boxes))
-	for _, b := range h.boxes {
+	from := h.alive
+	if s.GetIncludeEnded() || len(s.GetStates()) > 0 {
+		from = h.boxes
+	}
+	all := make([]*box, 0, len(h.alive))
+	for _, b := range from {
 		if b.spec.Project == p {
 			all = append(all, b)
 		}
@@ -464,6 +470,9 @@ func (h *Host) forget(ctx context.Context, boxes []*box) error {
 		delete(h.boxes, b.id)
 		if h.keys[b.traj] == b {
 			delete(h.keys, b.traj)
+		}
+		if j := h.jobs[scoped{b.spec.Project, b.spec.Job}]; j != nil {
+			j.ended--
 		}
 		h.loaded.drop(b)
 	}

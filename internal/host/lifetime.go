@@ -156,13 +156,18 @@ func merge(to *sandbox.Lifetime, l sandbox.Lifetime) {
 func (b *box) armBackend() error {
 	b.mu.Lock()
 	at, inst := b.deadline(), b.inst
-	b.mu.Unlock()
-	if inst == nil {
+	if inst == nil || at.Equal(b.armed) {
+		b.mu.Unlock()
 		return nil
 	}
+	b.armed = at
+	b.mu.Unlock()
 	ctx, cancel := b.h.bounded(actWait)
 	defer cancel()
 	if err := inst.SetDeadline(ctx, at); err != nil {
+		b.mu.Lock()
+		b.armed = time.Time{}
+		b.mu.Unlock()
 		return fmt.Errorf("arm deadline of %s: %w", b.id, err)
 	}
 	return nil

@@ -62,7 +62,7 @@ type counts struct{ living, creating, boxes int }
 func (h *Host) count() counts {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return counts{h.living, h.creating, len(h.boxes)}
+	return counts{len(h.alive), h.creating, len(h.boxes)}
 }
 
 func (h *Host) countState(s sandbox.State) int {

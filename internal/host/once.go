@@ -15,8 +15,9 @@ import (
 )
 
 // once does a step that is no command, once under its key: its start is recorded, then it is done, then its end is recorded. The
-// same key and request again answer the recorded end. act runs on the host's context, bounded by d.
-func (b *box) once(ctx context.Context, key string, t tag, req proto.Message, d time.Duration, act func(context.Context, sandbox.Instance) (*dsecv1.LogRecord, error)) (r *dsecv1.LogRecord, existed bool, err error) {
+// same key and request again answer the recorded end. act runs on the host's context, bounded by d. What prepare fails at is no
+// step: nothing is recorded and the key stays free. prepare may be nil.
+func (b *box) once(ctx context.Context, key string, t tag, req proto.Message, d time.Duration, prepare func(context.Context, sandbox.Instance) (release func(), err error), act func(context.Context, sandbox.Instance) (*dsecv1.LogRecord, error)) (r *dsecv1.LogRecord, existed bool, err error) {
 	if err := sandbox.CheckKey("step", key); err != nil {
 		return nil, false, err
 	}
@@ -39,6 +40,14 @@ func (b *box) once(ctx context.Context, key string, t tag, req proto.Message, d 
 		return nil, false, err
 	}
 	defer b.done()
+	if prepare != nil {
+		release, err := prepare(ctx, inst)
+		if err != nil {
+			b.giveUp(s, err)
+			return nil, false, err
+		}
+		defer release()
+	}
 	if err := b.beginStep(s, payload); err != nil {
 		return nil, false, err
 	}

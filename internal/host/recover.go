@@ -352,10 +352,11 @@ func (h *Host) adopt(b *box) {
 		if j.last.Before(b.over) {
 			j.last = b.over
 		}
+		j.ended++
 		return
 	}
 	j.living++
-	h.living++
+	h.alive[b.id] = b
 	if b.state == sandbox.Creating {
 		h.creating++
 	}

@@ -238,7 +238,25 @@ func crashRun(t *testing.T, seed uint64) {
 	if err := r.h.wait(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+	for key, id := range p.created {
+		for cmd, argv := range p.attempts[key] {
+			if b, err := r.h.get(context.Background(), string(id)); err == nil && argv[0] == "cat" {
+				b.writeStdin(context.Background(), cmd, 0, []byte("abcdef"), true)
+			}
+		}
+	}
 	time.Sleep(time.Minute) // what runs ends
+	for key, id := range p.created {
+		b, err := r.h.get(context.Background(), string(id))
+		for cmd, argv := range p.attempts[key] {
+			if err != nil || argv[0] != "cat" {
+				continue
+			}
+			if s, err := b.command(context.Background(), cmd); err == nil && s.ended() && s.outcome.Kind == sandbox.Exited && b.output(t, cmd) != "abcdef" {
+				t.Errorf("stdin of %s %s came out as %q", key, cmd, b.output(t, cmd))
+			}
+		}
+	}
 	check(t, r, p)
 	t.Log(tally(r, p))
 }
@@ -275,13 +293,18 @@ func client(ctx context.Context, r *rig, p *promise, c, life int, rnd *rand.Rand
 			p.mu.Lock()
 			argv := p.attempts[key][id]
 			if argv == nil {
-				argv = [][]string{{"echo", key, id}, {"sleep", "2ms", ";", "echo", key, id}, {"print", "70000"}, {"exit", "3"}}[rnd.IntN(4)]
+				argv = [][]string{{"echo", key, id}, {"sleep", "2ms", ";", "echo", key, id}, {"print", "70000"}, {"exit", "3"}, {"cat"}}[rnd.IntN(5)]
 				p.attempts[key][id] = argv
 			}
 			p.mu.Unlock()
-			s, _, err := b.start(ctx, &sandbox.Command{ID: id, Argv: argv})
+			s, _, err := b.start(ctx, &sandbox.Command{ID: id, Argv: argv, StdinOpen: argv[0] == "cat"})
 			if err != nil {
 				continue
+			}
+			if argv[0] == "cat" { // a client that resends what was not acknowledged
+				if b.writeStdin(ctx, id, 0, []byte("abc"), false); rnd.IntN(2) == 0 {
+					b.writeStdin(ctx, id, 0, []byte("abcdef"), true)
+				}
 			}
 			p.mu.Lock()
 			p.started[key+" "+id] = true

@@ -212,7 +212,7 @@ func (b *box) snapshot(ctx context.Context, key string) (string, error) {
 	if key == "" {
 		key = sandbox.NewKey()
 	}
-	r, _, err := b.once(ctx, key, tagSnapshot, &dsecv1.SnapshotRequest{Step: key}, snapshotWait, func(ctx context.Context, inst sandbox.Instance) (*dsecv1.LogRecord, error) {
+	r, _, err := b.once(ctx, key, tagSnapshot, &dsecv1.SnapshotRequest{Step: key}, snapshotWait, nil, func(ctx context.Context, inst sandbox.Instance) (*dsecv1.LogRecord, error) {
 		layer, err := inst.Snapshot(ctx)
 		return &dsecv1.LogRecord{Step: layer}, err
 	})

@@ -175,9 +175,10 @@ func (h *Host) close(b *box, state sandbox.State, cause sandbox.Cause) {
 	now := time.Now()
 	h.mu.Lock()
 	h.freeName(b)
-	h.living--
+	delete(h.alive, b.id)
 	if j := h.jobs[scoped{b.spec.Project, b.spec.Job}]; j != nil {
 		j.left(now)
+		j.ended++
 	}
 	h.mu.Unlock()
 	h.m.ends.WithLabelValues(string(cause.Class)).Inc()

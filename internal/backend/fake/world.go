@@ -235,6 +235,9 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	b.w.boxes[id] = x
 	b.w.born[id]++
 	x.sink, x.gen = sink, b.gen
+	if total := spec.Lifetime.Total; total > 0 {
+		x.arm(time.Now().Add(total))
+	}
 	b.w.mu.Unlock()
 	if err := b.w.hook(ctx, OpCreated, id, ""); err != nil {
 		i := &instance{b: b, x: x}
@@ -483,7 +486,12 @@ func (i *instance) SetDeadline(ctx context.Context, at time.Time) error {
 		return err
 	}
 	defer i.b.w.mu.Unlock()
-	x := i.x
+	i.x.arm(at)
+	return nil
+}
+
+// arm sets the deadline; World.mu is held.
+func (x *box) arm(at time.Time) {
 	x.deadline = at
 	if x.timer != nil {
 		x.timer.Stop()
@@ -494,7 +502,6 @@ func (i *instance) SetDeadline(ctx context.Context, at time.Time) error {
 			x.post(event{kind: evEnded, cause: sandbox.Cause{Class: sandbox.ClassLimit, Reason: "total"}})
 		})
 	}
-	return nil
 }
 
 func (i *instance) Stats(context.Context) (sandbox.Stats, error) {
