@@ -51,9 +51,14 @@ func testTerminals(t *testing.T, e *Env) {
 	})
 	t.Run("the end of input reaches a program that reads", func(t *testing.T) {
 		b := e.box(t)
-		c := term(24, 80, "stty -echo; cat; echo end")
-		c.Stdin = []byte("x\n")
-		if r := b.run(t, c); r.Kind != sandbox.Exited || !strings.HasSuffix(r.stdout, "x\r\nend\r\n") {
+		c := term(24, 80, "stty -echo; echo ready; cat; echo end")
+		c.StdinOpen = true
+		id := b.start(t, c)
+		b.waitText(t, id, sandbox.Stdout, "ready")
+		if _, err := b.inst.Stdin(within(t), id, 0, []byte("x\n"), true); err != nil {
+			t.Fatalf("stdin: %v", err)
+		}
+		if r := b.wait(t, id); r.Kind != sandbox.Exited || r.stdout != "ready\r\nx\r\nend\r\n" {
 			t.Errorf("%s, stdout %q", describe(r.Outcome), r.stdout)
 		}
 	})
