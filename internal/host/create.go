@@ -75,6 +75,7 @@ func (h *Host) canonicalCreate(req *dsecv1.HostCreateRequest, spec *sandbox.Spec
 	h.hideSecrets(c.Spec.Env)
 	if r := req.GetRequest(); r != nil {
 		c.Request = proto.CloneOf(r)
+		c.Request.DeadlineMs = 0 // about the call, not the sandbox
 		h.hideSecrets(c.Request.Env)
 	}
 	hash := req.GetRequestHash()

@@ -21,9 +21,10 @@ const (
 	keptName = 30 * 24 * time.Hour
 	// leaseSlack is by how much the backend's deadline for a lease is later than ours: it is for hosts that are down, and must not
 	// fire while a renewal is on its way to a thousand sandboxes.
-	leaseSlack  = 2 * time.Second
-	minLease    = time.Second
-	groupAtOnce = 32 // sandboxes that a group call works on at once
+	leaseSlack   = 2 * time.Second
+	minLease     = time.Second
+	maxRetention = 365 * 24 * time.Hour
+	groupAtOnce  = 32 // sandboxes that a group call works on at once
 )
 
 // job is a group of sandboxes as this host knows it; fields are under Host.mu.
@@ -101,8 +102,8 @@ func (h *Host) putJob(ctx context.Context, p *dsecv1.Job) (*dsecv1.Job, error) {
 		return nil, fmt.Errorf("job.lease_ms %d: want %d to %d, or 0 for none: %w", p.GetLeaseMs(), minLease.Milliseconds(), sandbox.MaxLease.Milliseconds(), sandbox.ErrInvalid)
 	case action != sandbox.EndStop && action != sandbox.EndPause && action != sandbox.EndKeep:
 		return nil, fmt.Errorf("job.on_lease_end %q: want stop, pause or keep: %w", action, sandbox.ErrInvalid)
-	case retention < 0 || retention > 30*24*time.Hour:
-		return nil, fmt.Errorf("job.retention_ms %d: want 0 to 720 h: %w", p.GetRetentionMs(), sandbox.ErrInvalid)
+	case retention < 0 || retention > maxRetention:
+		return nil, fmt.Errorf("job.retention_ms %d: want 0 to %d: %w", p.GetRetentionMs(), maxRetention.Milliseconds(), sandbox.ErrInvalid)
 	}
 	name := scoped{project(ctx), p.GetName()}
 	h.mu.Lock()
