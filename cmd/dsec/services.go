@@ -63,28 +63,6 @@ type machine struct {
 	calls   *obs.Calls
 }
 
-// uppers lends the pool to the container driver.
-type uppers struct{ *upper.Pool }
-
-func (u uppers) Create(ctx context.Context, id sandbox.ID, limit int64) (string, string, error) {
-	x, err := u.Pool.Create(ctx, string(id), upper.Request{Disk: limit})
-	return x.Dir, x.Work, err
-}
-func (u uppers) Remove(ctx context.Context, id sandbox.ID) error {
-	return u.Pool.Remove(ctx, string(id))
-}
-func (u uppers) Usage(_ context.Context, id sandbox.ID) (int64, error) {
-	return u.Pool.Usage(string(id))
-}
-func (u uppers) List(context.Context) ([]sandbox.ID, error) {
-	names, err := u.Pool.List()
-	out := make([]sandbox.ID, len(names))
-	for i, n := range names {
-		out[i] = sandbox.ID(n)
-	}
-	return out, err
-}
-
 func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg *prometheus.Registry, logger *slog.Logger) (m *machine, err error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("a host needs root: it makes mounts, namespaces and cgroups (`dsec doctor` says what else)")
@@ -115,7 +93,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if err != nil {
 		return nil, err
 	}
-	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: uppers{m.pool}, Log: logger}); err != nil {
+	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: m.pool, Log: logger}); err != nil {
 		return nil, err
 	}
 	hc, err := p.host(m.id)
