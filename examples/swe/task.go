@@ -267,13 +267,17 @@ func (t *task) parts(tree map[string]file) [][]string {
 	return append(parts, all)
 }
 
-var testName = regexp.MustCompile(`^(Test|Example|Fuzz)\w*$`)
+var (
+	testName = regexp.MustCompile(`^(Test|Example|Fuzz)\w*$`)
+	// timed tests measure the machine, so their verdict is no part of a task.
+	timed = regexp.MustCompile(`Performance|Timing|Timeout`)
+)
 
 // readVerdicts takes the pass and fail events of whole tests. A test without an event did not run, whatever the exit code was.
 func readVerdicts(stream []byte, passed map[string]bool) {
 	for line := range bytes.Lines(stream) {
 		var e struct{ Action, Package, Test string }
-		if json.Unmarshal(line, &e) != nil || !testName.MatchString(e.Test) {
+		if json.Unmarshal(line, &e) != nil || !testName.MatchString(e.Test) || timed.MatchString(e.Test) {
 			continue
 		}
 		switch e.Action {
