@@ -72,13 +72,15 @@ type Gateway struct {
 	random  func() *rand.Rand
 	leaving atomic.Bool
 	askTime time.Duration
+	born    time.Time
 
 	recentMu sync.Mutex
 	recent   placement.Recent
 }
 
 const (
-	readyWait  = 5 * time.Second  // of a call that comes before the hosts were asked once
+	readyWait  = 5 * time.Second  // of a call that comes before the hosts have answered
+	youth      = 30 * time.Second // of a gateway, in which calls wait so
 	hostWait   = 10 * time.Second // for a host that was up a moment ago and refuses connections: it is being restarted
 	createTime = 60 * time.Second // default of CreateRequest.deadline_ms
 	fanOut     = 64               // hosts asked at once by one call
@@ -90,7 +92,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		cfg.Role = "gateway"
 	}
 	cfg.Domain = strings.ToLower(strings.Trim(cfg.Domain, "."))
-	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, log: d.Log, askTime: askTime}
+	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, log: d.Log, askTime: askTime, born: time.Now()}
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
@@ -209,19 +211,29 @@ func bearer(h http.Header) string {
 	return strings.TrimSpace(key)
 }
 
-// ready waits until the hosts were asked once, which is long past but for the first moments.
+// ready waits in the first moments of a gateway: until the hosts were asked once, and while none of them answers, which start at the same
+// time as this in one process. Later it does not wait.
 func (g *Gateway) ready(ctx context.Context) {
-	select {
-	case <-g.fleet.Ready():
+	if time.Since(g.born) > youth {
 		return
-	default:
 	}
-	t := time.NewTimer(readyWait)
-	defer t.Stop()
+	until := time.NewTimer(readyWait)
+	defer until.Stop()
 	select {
 	case <-g.fleet.Ready():
-	case <-t.C:
+	case <-until.C:
+		return
 	case <-ctx.Done():
+		return
+	}
+	for len(g.fleet.Fleet().Hosts) == 0 {
+		select {
+		case <-time.After(20 * time.Millisecond):
+		case <-until.C:
+			return
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 

@@ -29,8 +29,8 @@ import (
 type Config struct {
 	Hosts []string // addresses: unix:/path, http://host:port or https://host:port
 	Peer  rpc.PeerConfig
-	// Interval between two polls of a host (default 1 s), Timeout of one (default 2 s), and how many in a row may fail until the
-	// host counts as down (default 3). The first failure of a host that was never seen counts at once.
+	// Interval between two polls of a host (default 1 s), Timeout of one (default 2 s), and how many must fail in a row, over as many
+	// intervals, until the host counts as down (default 3). The first failure of a host that was never seen counts at once.
 	Interval, Timeout time.Duration
 	Misses            int
 }
@@ -46,6 +46,9 @@ func (c *Config) fill() {
 		c.Misses = 3
 	}
 }
+
+// eager is how much more often a host is asked that refuses connections, for the first seconds.
+const eager = 10
 
 // Monitor polls hosts while Run runs.
 type Monitor struct {
@@ -128,8 +131,12 @@ func (m *Monitor) watch(ctx context.Context, s *slot) {
 		}
 		m.note(s, status, err, time.Now())
 		wait := m.cfg.Interval - time.Since(start)
-		if err != nil && !errors.Is(err, rpc.ErrUnavailable) {
+		switch {
+		case err == nil:
+		case !errors.Is(err, rpc.ErrUnavailable):
 			wait = m.cfg.Interval * 5 // it answers, but not to us: wrong token or version
+		case s.misses < 5*eager:
+			wait = m.cfg.Interval/eager - time.Since(start) // it is being started or restarted
 		}
 		// A tenth of chance keeps many monitors from asking in step.
 		wait += time.Duration(rand.Int64N(int64(m.cfg.Interval)/10 + 1))
@@ -167,7 +174,8 @@ func (m *Monitor) note(s *slot, status *dsecv1.HostStatusResponse, err error, no
 	} else {
 		s.misses++
 		s.host.Fault = err.Error()
-		if s.misses >= m.cfg.Misses || s.host.ID == "" {
+		long := now.Sub(s.host.At) >= time.Duration(m.cfg.Misses)*m.cfg.Interval
+		if s.misses >= m.cfg.Misses && long || s.host.ID == "" {
 			s.host.Up = false
 		}
 	}

@@ -138,6 +138,32 @@ func TestWrongTokenIsTold(t *testing.T) {
 	}
 }
 
+func TestOneSlowPollIsNotDown(t *testing.T) {
+	m, err := New(Config{Hosts: []string{"unix:/nowhere"}, Peer: rpc.PeerConfig{Token: token}}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1e9, 0)
+	lost := fmt.Errorf("x: %w", rpc.ErrUnavailable)
+	m.note(m.slots[0], &dsecv1.HostStatusResponse{Host: "haaaaaaaa"}, nil, now)
+	for i, tc := range []struct {
+		after time.Duration
+		up    bool
+	}{{100 * time.Millisecond, true}, {200 * time.Millisecond, true}, {300 * time.Millisecond, true}, {2900 * time.Millisecond, true}, {3 * time.Second, false}} {
+		m.note(m.slots[0], nil, lost, now.Add(tc.after))
+		if h, _ := m.Fleet().Find("haaaaaaaa"); h.Up != tc.up {
+			t.Errorf("miss %d after %v: up is %v", i+1, tc.after, h.Up)
+		}
+	}
+	m.note(m.slots[0], &dsecv1.HostStatusResponse{Host: "haaaaaaaa"}, nil, now.Add(time.Minute))
+	for i, up := range []bool{true, true, false} {
+		m.note(m.slots[0], nil, lost, now.Add(2*time.Minute))
+		if h, _ := m.Fleet().Find("haaaaaaaa"); h.Up != up {
+			t.Errorf("slow miss %d: up is %v", i+1, h.Up)
+		}
+	}
+}
+
 func TestBadConfig(t *testing.T) {
 	for name, hosts := range map[string][]string{"none": nil, "twice": {"unix:/a", "unix:/a"}, "bad": {"host:1"}} {
 		if _, err := New(Config{Hosts: hosts}, slog.New(slog.DiscardHandler)); !errors.Is(err, sandbox.ErrInvalid) {
