@@ -474,7 +474,7 @@ func newCluster(t testing.TB, n int) *cluster {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewTextHandler(&locked{b: c.log}, nil))
-	m, err := monitor.New(monitor.Config{Hosts: addrs, Peer: rpc.PeerConfig{Token: token}, Interval: 10 * time.Millisecond}, log)
+	m, err := monitor.New(monitor.Config{Hosts: addrs, Peer: rpc.PeerConfig{Token: token}, Interval: 10 * time.Millisecond, Misses: 50}, log)
 	if err != nil {
 		t.Fatal(err)
 	}

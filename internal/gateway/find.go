@@ -69,16 +69,14 @@ func ask[S any](ctx context.Context, g *Gateway, id sandbox.HostID, limit time.D
 		one, cancel = context.WithTimeout(ctx, limit)
 		defer cancel()
 	}
-	out, err = call(one, p)
+	out, err = patient(one, g, p, false, func() (S, error) { return call(one, p) })
 	if err == nil {
 		return out, p, nil
 	}
-	unsent := rpc.Unsent(err)
-	err = rpc.FromError(err)
 	if ctx.Err() == nil && (one.Err() != nil || errors.Is(err, context.DeadlineExceeded)) {
-		err = fmt.Errorf("no answer within %v: %w", limit, rpc.ErrUnavailable)
+		err = fmt.Errorf("host at %s: no answer within %v: %w", p.Addr, limit, rpc.ErrUnavailable)
 	}
-	return out, p, named(err, p, unsent)
+	return out, p, err
 }
 
 // find asks hosts in the order of the name or key: the first alone, since it is most likely there, then all others at once. It returns
