@@ -1,0 +1,191 @@
+package measure
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const tick = 10 * time.Millisecond // USER_HZ is 100 on every Linux
+
+// Busy is the CPU time that the machine has spent since boot on anything but idling and waiting; time stolen by a hypervisor is not in it.
+func Busy() (time.Duration, error) {
+	b, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return 0, err
+	}
+	line, _, _ := bytes.Cut(b, []byte("\n"))
+	f := strings.Fields(string(line)) // cpu user nice system idle iowait irq softirq steal
+	if len(f) < 8 {
+		return 0, fmt.Errorf("/proc/stat: %.80q", line)
+	}
+	var sum int64
+	for _, i := range []int{1, 2, 3, 6, 7} {
+		n, err := strconv.ParseInt(f[i], 10, 64)
+		if err != nil {
+			return 0, fmt.Errorf("/proc/stat: %w", err)
+		}
+		sum += n
+	}
+	return time.Duration(sum) * tick, nil
+}
+
+const kthreadFlag = 0x00200000 // PF_KTHREAD in /proc/PID/stat
+
+// KernelThreads is the CPU time of the kernel's own threads since they began. Those that ended in between are lost, as are ticks
+// that a thread slipped through; over seconds that evens out.
+func KernelThreads() (time.Duration, error) {
+	dir, err := os.Open("/proc")
+	if err != nil {
+		return 0, err
+	}
+	defer dir.Close()
+	names, err := dir.Readdirnames(-1)
+	if err != nil {
+		return 0, err
+	}
+	var sum int64
+	for _, n := range names {
+		if n[0] < '0' || n[0] > '9' {
+			continue
+		}
+		b, err := os.ReadFile("/proc/" + n + "/stat")
+		if err != nil {
+			continue // it has ended
+		}
+		i := bytes.LastIndexByte(b, ')')
+		if i < 0 {
+			continue
+		}
+		f := strings.Fields(string(b[i+1:])) // state ppid pgrp session tty tpgid flags ... utime(11) stime(12)
+		if len(f) < 13 {
+			continue
+		}
+		if flags, _ := strconv.ParseInt(f[6], 10, 64); flags&kthreadFlag == 0 {
+			continue
+		}
+		u, _ := strconv.ParseInt(f[11], 10, 64)
+		s, _ := strconv.ParseInt(f[12], 10, 64)
+		sum += u + s
+	}
+	return time.Duration(sum) * tick, nil
+}
+
+// Self is the CPU time of this process, its children apart.
+func Self() time.Duration {
+	var r unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &r); err != nil {
+		return 0
+	}
+	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
+}
+
+// CPU is what was spent up to a moment, or between two.
+type CPU struct {
+	Wall    time.Duration
+	Machine time.Duration // all, see Busy
+	Kernel  time.Duration // kernel threads
+	Group   time.Duration // the candidate's processes
+	Client  time.Duration // the load client
+}
+
+// Read takes a reading. group and client may be nil.
+func Read(start time.Time, group func() (time.Duration, error), client func() (time.Duration, error)) (CPU, error) {
+	c := CPU{Wall: time.Since(start)}
+	var err error
+	for _, f := range []struct {
+		to   *time.Duration
+		from func() (time.Duration, error)
+	}{{&c.Machine, Busy}, {&c.Kernel, KernelThreads}, {&c.Group, group}, {&c.Client, client}} {
+		if f.from == nil {
+			continue
+		}
+		if *f.to, err = f.from(); err != nil {
+			return c, err
+		}
+	}
+	return c, nil
+}
+
+// Sub is what was spent since an earlier reading.
+func (c CPU) Sub(o CPU) CPU {
+	return CPU{c.Wall - o.Wall, c.Machine - o.Machine, c.Kernel - o.Kernel, c.Group - o.Group, c.Client - o.Client}
+}
+
+// Less takes off what an idle machine spends in the same time.
+func (c CPU) Less(idle CPU) CPU {
+	if idle.Wall <= 0 {
+		return c
+	}
+	part := func(d time.Duration) time.Duration {
+		return time.Duration(float64(d) * float64(c.Wall) / float64(idle.Wall))
+	}
+	c.Machine -= part(idle.Machine)
+	c.Kernel -= part(idle.Kernel)
+	c.Group -= part(idle.Group)
+	return c
+}
+
+// PerCycle is the candidate's CPU time in ms for each of n cycles: its processes and the kernel's threads. Both are read apart from
+// all else that runs on the machine, but for kernel threads that work for others.
+func (c CPU) PerCycle(n int) float64 { return Ms(max(0, c.Group)+max(0, c.Kernel)) / float64(n) }
+
+// MachinePerCycle is the machine's busy time without the load client's, in ms a cycle: right on a machine that does nothing else,
+// and there a check of PerCycle.
+func (c CPU) MachinePerCycle(n int) float64 { return Ms(c.Machine-c.Client) / float64(n) }
+
+// MemInfo returns fields of /proc/meminfo in KiB.
+func MemInfo(names ...string) (map[string]int64, error) {
+	b, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return nil, err
+	}
+	all := map[string]int64{}
+	for line := range strings.Lines(string(b)) {
+		name, rest, _ := strings.Cut(line, ":")
+		if f := strings.Fields(rest); len(f) > 0 {
+			all[name], _ = strconv.ParseInt(f[0], 10, 64)
+		}
+	}
+	out := map[string]int64{}
+	for _, n := range names {
+		v, ok := all[n]
+		if !ok {
+			return nil, fmt.Errorf("/proc/meminfo has no %s", n)
+		}
+		out[n] = v
+	}
+	return out, nil
+}
+
+// DropCaches empties the page cache and the caches of names, so that free memory says what is in use.
+func DropCaches() error {
+	unix.Sync()
+	for range 3 { // what the first round frees may pin others
+		if err := os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0o200); err != nil {
+			return fmt.Errorf("drop caches: %w", err)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	return nil
+}
+
+// Resident is a process's share of the memory it has in use, in KiB (PSS); 0 when it has ended.
+func Resident(pid int) int64 {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/smaps_rollup")
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(b)) {
+		if rest, ok := strings.CutPrefix(line, "Pss:"); ok {
+			v, _ := strconv.ParseInt(strings.Fields(rest)[0], 10, 64)
+			return v
+		}
+	}
+	return 0
+}
