@@ -128,3 +128,26 @@ func statTime(s string) time.Duration {
 	}
 	return t
 }
+
+// BenchmarkIdle reports what an idle sandbox costs in the keeper.
+func BenchmarkIdle(b *testing.B) {
+	h := open(b)
+	before := h.resident(b)
+	for range b.N {
+		if _, err := h.c.Create(within(b), h.birth()); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(h.resident(b)-before)/float64(b.N)/1024, "keeper-KiB/sandbox")
+	b.ReportMetric(float64(before)/1024/1024, "keeper-MiB-empty")
+}
+
+func (h *house) resident(b *testing.B) int64 {
+	b.Helper()
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(h.c.Info().Pid) + "/statm")
+	if err != nil {
+		b.Fatal(err)
+	}
+	pages, _ := strconv.ParseInt(strings.Fields(string(data))[1], 10, 64)
+	return pages * int64(os.Getpagesize())
+}

@@ -20,7 +20,8 @@ const (
 	birthBound   = 20 * time.Second // from the clone to HELLO
 	destroyBound = 30 * time.Second
 	freezeBound  = 5 * time.Second
-	maxCommands  = 4096 // remembered with something left to do
+	tellBound    = 10 * time.Second // for process 1 to take a frame
+	maxCommands  = 4096             // remembered with something left to do
 )
 
 // box is a sandbox.
@@ -328,6 +329,17 @@ func (b *box) control() {
 		}
 	}
 	b.bury(err)
+}
+
+// tell sends process 1 a frame. One that takes nothing for so long is broken, and with it its sandbox: without the bound its
+// requests, and a host that comes back, would wait for ever.
+func (b *box) tell(t wire.Type, num uint64, m interface{ Append([]byte) []byte }, fds ...int) error {
+	b.ctl.SetWriteDeadline(time.Now().Add(tellBound))
+	err := b.ctl.Send(t, num, m, fds...)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		b.finish(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "process 1 hangs"})
+	}
+	return err
 }
 
 // guestFrame handles one frame of process 1; an error ends the sandbox, since its word can't be trusted any more.

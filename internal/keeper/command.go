@@ -51,7 +51,8 @@ type command struct {
 type counters struct {
 	oom, refused int64
 	cpu          time.Duration
-	peak         bool // the maximum was reset
+	peak         bool  // the maximum was reset, or was read: it then tells only if it rose
+	max          int64 // what it was, where it can't be reset
 }
 
 func (b *box) counters(group string) counters {
@@ -191,7 +192,7 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 	c.left = req.Timeout
 	c.clockLocked(true)
 	c.mu.Unlock()
-	if err := b.ctl.Send(wire.TStart, c.num, m, wire.StartFDs(at, fds...)...); err != nil {
+	if err := b.tell(wire.TStart, c.num, m, wire.StartFDs(at, fds...)...); err != nil {
 		b.giveBack(c)
 		return fmt.Errorf("send START: %w", err)
 	}
@@ -229,6 +230,10 @@ func (c *command) begin() {
 	base := b.counters(c.group)
 	if !shared {
 		base.peak = b.grp.resetPeak()
+		if !base.peak {
+			base.max = b.grp.peak()
+			base.peak = base.max >= 0
+		}
 	}
 	c.mu.Lock()
 	c.base = base
@@ -479,8 +484,10 @@ func (c *command) settle(o sandbox.Outcome) {
 	o.Started, o.Ended = c.outcome.Started, time.Now()
 	o.MemoryHit = now.oom > c.base.oom
 	o.PidsHit = now.refused > c.base.refused
-	if c.base.peak {
-		peak = b.grp.peak()
+	if c.base.peak && !c.hidden {
+		if peak = b.grp.peak(); peak <= c.base.max {
+			peak = -1
+		}
 	}
 	o.Usage = sandbox.Usage{CPU: max(0, now.cpu-c.base.cpu), MemoryPeak: peak}
 	if o.Kind == sandbox.Signalled && o.Signal == int(unix.SIGKILL) && o.MemoryHit {
@@ -740,7 +747,7 @@ func (b *box) signal(id string, sig int) error {
 	if ended {
 		return fmt.Errorf("signal: command %s has ended: %w", id, sandbox.ErrState)
 	}
-	if err := b.ctl.Send(wire.TSignal, c.num, wire.Signal{Signal: int32(sig)}); err != nil {
+	if err := b.tell(wire.TSignal, c.num, wire.Signal{Signal: int32(sig)}); err != nil {
 		return fmt.Errorf("signal %s: %w", id, err)
 	}
 	return nil

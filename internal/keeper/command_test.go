@@ -260,6 +260,24 @@ func TestFreezeStopsClocks(t *testing.T) {
 	}
 }
 
+func TestDestroyFrozen(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	c := sh("sleep 100")
+	c.ID = "c"
+	fill(c)
+	ctx := within(t)
+	if err := h.c.Start(ctx, id, c); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.c.Freeze(ctx, id); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.c.Destroy(ctx, id); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestDeadline(t *testing.T) {
 	h := open(t)
 	id := h.create()

@@ -19,6 +19,7 @@ import (
 const (
 	holderBound  = 10 * time.Second
 	maxSessions  = 256
+	maxWaiting   = 32
 	timeoutTries = 20 // rounds of killing what a session's command starts after its timeout, before its shell is killed
 	timeoutPause = 50 * time.Millisecond
 )
@@ -40,6 +41,7 @@ type session struct {
 	mu      sync.Mutex
 	next    uint64
 	current *command
+	waiting int // commands in line
 	ended   bool
 }
 
@@ -226,6 +228,19 @@ func (b *box) startInSession(ctx context.Context, req *sandbox.Command) error {
 	c := &command{b: b, id: req.ID, session: s.name, place: s, shared: true, group: s.group, begun: make(chan struct{})}
 	if have, err := b.register(c); err != nil || have != nil {
 		return await(ctx, have, err)
+	}
+	s.mu.Lock()
+	s.waiting++
+	full := s.waiting > maxWaiting
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		s.waiting--
+		s.mu.Unlock()
+	}()
+	if full { // each holds a request of the host, whose number is bounded
+		b.forget(c)
+		return fmt.Errorf("start %s: %d commands wait for session %s: %w", req.ID, maxWaiting, s.name, sandbox.ErrExhausted)
 	}
 	select {
 	case s.turn <- struct{}{}:
@@ -492,7 +507,7 @@ func (s *session) signal(c *command, sig int) error {
 	if s.strike(c, unix.Signal(sig)) > 0 {
 		return nil
 	}
-	return s.b.ctl.Send(wire.TSignal, sh.num, wire.Signal{Signal: int32(sig)})
+	return s.b.tell(wire.TSignal, sh.num, wire.Signal{Signal: int32(sig)})
 }
 
 // textFile puts a command's text into a memory file that the shell may read.

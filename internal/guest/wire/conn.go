@@ -69,6 +69,9 @@ func Pair() (*Conn, int, error) {
 // SetDeadline bounds reads and writes; zero is none.
 func (c *Conn) SetDeadline(t time.Time) error { return c.c.SetDeadline(t) }
 
+// SetWriteDeadline bounds writes. A frame that is cut by it makes the Conn unusable for more.
+func (c *Conn) SetWriteDeadline(t time.Time) error { return c.c.SetWriteDeadline(t) }
+
 // SetReadDeadline bounds reads.
 func (c *Conn) SetReadDeadline(t time.Time) error { return c.c.SetReadDeadline(t) }
 

@@ -1,0 +1,116 @@
+package keeper
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"testing"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"pgregory.net/rapid"
+)
+
+// Whatever the sizes of reads, sends, acknowledgements and lost connections: the host gets the first and the last octets at
+// their offsets, each at least once, and what comes after the end apart.
+func TestStreamAccount(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		limit := rapid.Int64Range(0, 400).Draw(t, "cap")
+		tail := sandbox.Tail(limit)
+		s := &stream{headMax: limit - tail, tailMax: tail, sum: sha256.New(), end: -1, room: make(chan struct{}, 1)}
+		var all, late []byte
+		got, gotLate := map[int64]byte{}, map[int64]byte{}
+		var sent []*segment
+		next := byte(0)
+		octets := func(n int) []byte {
+			p := make([]byte, n)
+			for i := range p {
+				p[i] = next
+				next++
+			}
+			return p
+		}
+		finished := false
+		t.Repeat(map[string]func(*rapid.T){
+			"read": func(t *rapid.T) {
+				p := octets(rapid.IntRange(1, 300).Draw(t, "n"))
+				s.account(p)
+				if finished {
+					late = append(late, p...)
+				} else {
+					all = append(all, p...)
+				}
+			},
+			"send": func(t *rapid.T) {
+				if g := s.next(); g != nil {
+					sent = append(sent, g)
+				}
+			},
+			"ack": func(t *rapid.T) {
+				if len(sent) == 0 {
+					return
+				}
+				g := sent[0]
+				sent = sent[1:]
+				m := got
+				if g.late {
+					m = gotLate
+				}
+				for i, o := range g.data {
+					m[g.offset+int64(i)] = o
+				}
+				s.ack(g)
+			},
+			"lose": func(t *rapid.T) { s.rewind(); sent = nil },
+			"end": func(t *rapid.T) {
+				if !finished {
+					finished = true
+					s.end = s.total
+					if !s.finishLocked() {
+						t.Fatal("not finished")
+					}
+				}
+			},
+		})
+		if !finished {
+			s.end = s.total
+			s.finishLocked()
+		}
+		s.rewind()
+		for g := s.next(); g != nil; g = s.next() {
+			m := got
+			if g.late {
+				m = gotLate
+			}
+			for i, o := range g.data {
+				m[g.offset+int64(i)] = o
+			}
+			s.ack(g)
+		}
+		if s.held != 0 {
+			t.Fatalf("%d octets held", s.held)
+		}
+		e, _ := s.result()
+		sum := sha256.Sum256(all)
+		if e.Total != int64(len(all)) || e.SHA256 != hex.EncodeToString(sum[:]) {
+			t.Fatalf("%+v", e)
+		}
+		if int64(len(all)) <= limit && e.Truncated {
+			t.Fatalf("cut below the cap: %+v", e)
+		}
+		if int64(len(got)) != e.Head+e.Tail {
+			t.Fatalf("%d octets came, %+v", len(got), e)
+		}
+		for off, o := range got {
+			if off >= e.Head && off < e.Total-e.Tail || all[off] != o {
+				t.Fatalf("octet %d", off)
+			}
+		}
+		var l []byte
+		for i := range int64(len(gotLate)) {
+			l = append(l, gotLate[e.Total+i])
+		}
+		if !bytes.Equal(l, late) {
+			t.Fatalf("late: %d of %d", len(l), len(late))
+		}
+	})
+}
