@@ -296,15 +296,25 @@ func (b *Backend) connect(ctx context.Context) (*keeper.Client, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectBound)
 	defer cancel()
 	o := keeper.DialOptions{Host: b.cfg.Host, Guest: b.cfg.Guest, Handler: b}
-	client, err := keeper.Dial(ctx, b.cfg.RunDir, o)
-	if err == nil {
-		return client, nil
+	for {
+		client, err := keeper.Dial(ctx, b.cfg.RunDir, o)
+		if err == nil {
+			return client, nil
+		}
+		// Nobody listens: what a dead one left goes first. One that is about to end or to listen holds the lock.
+		swept := keeper.Sweep(b.cfg.RunDir)
+		if swept == nil {
+			break
+		}
+		if !errors.Is(swept, sandbox.ErrExists) || ctx.Err() != nil {
+			return nil, fmt.Errorf("keeper does not answer (%w), and its remains can't be removed: %w", err, swept)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(20 * time.Millisecond):
+		}
 	}
-	// Nobody listens: what a dead one left goes first. A living one that does not answer holds the lock, which is ErrExists.
-	if e := keeper.Sweep(b.cfg.RunDir); e != nil {
-		return nil, fmt.Errorf("keeper does not answer (%w), and its remains can't be removed: %w", err, e)
-	}
-	err = keeper.Spawn(ctx, b.cfg.Keeper[0], b.cfg.Keeper[1:], keeper.Config{
+	err := keeper.Spawn(ctx, b.cfg.Keeper[0], b.cfg.Keeper[1:], keeper.Config{
 		Dir: b.cfg.RunDir, Instance: b.cfg.Instance, LeaveDynmods: b.cfg.LeaveDynmods, NetnsPool: b.cfg.NetnsPool,
 	})
 	if err != nil {
@@ -507,6 +517,13 @@ func (b *Backend) Release(ctx context.Context) error {
 	b.released = true
 	b.mu.Unlock()
 	return errors.Join(c.Shutdown(ctx), b.net.release())
+}
+
+// Keeper is what the keeper said of itself at the last connection; zero before the first.
+func (b *Backend) Keeper() keeper.Info {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.keeper
 }
 
 // Held names what the driver itself holds for sandboxes: registered ones and uid slots.

@@ -3,6 +3,7 @@ package container
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -56,11 +57,19 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 			// It stays registered, so that its ID and slot are not given again; tidy tries on, and a sweep does.
 			b.log.Error("undo of a failed create", "sandbox", id, "err", e)
 		}
+		if said := (keeperSaid{}); errors.As(err, &said) {
+			return nil, said.error // names act and sandbox already
+		}
 		return nil, fmt.Errorf("create %s: %w", id, err)
 	}
 	x.setState(living)
 	return x, nil
 }
+
+// keeperSaid is the keeper's own word on a birth.
+type keeperSaid struct{ error }
+
+func (k keeperSaid) Unwrap() error { return k.error }
 
 // deliverOnce asks for events when the first sandbox is made and nobody has swept: a host that had none has nothing to take back.
 func (b *Backend) deliverOnce(ctx context.Context, c *keeper.Client) error {
@@ -111,7 +120,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	defer cancel()
 	born, err := c.Create(bound, birth)
 	if err != nil {
-		return err
+		return keeperSaid{err}
 	}
 	if open {
 		if err := x.enterNetwork(bound, c); err != nil {

@@ -282,8 +282,9 @@ const writeRate = 64 << 30
 // of dirty pages is bounded by the kernel to a share of the machine's memory; an upper of less room is asked at every end.
 const usageLag = 1 << 30
 
-// probeSize is what must still fit, in octets.
-const probeSize = 64 << 10
+// probeSize is what must still fit, in octets, but at most a sixteenth of the limit: ext4 refuses a large write while some room
+// is left.
+const probeSize = 1 << 20
 
 // diskHit reports whether the disk is full now. The kernel keeps no counter of refusals, so room is asked for; and since that takes
 // a transaction of the file system, only when the room last seen can have been filled since.
@@ -308,11 +309,17 @@ func (x *instance) diskHit() bool {
 	return false
 }
 
-// full asks for room in a file without a name.
+// full asks for room: first the file system, which keeps some back from all but the machine's root, then, since a quota does not
+// show there, by a file without a name.
 func (x *instance) full() bool {
-	fd, err := unix.Open(filepath.Dir(x.upper), unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
+	dir, room := filepath.Dir(x.upper), min(probeSize, x.limit/16)
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err == nil && int64(st.Bavail)*st.Bsize < room {
+		return true
+	}
+	fd, err := unix.Open(dir, unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
 	if err == nil {
-		err = unix.Fallocate(fd, 0, 0, probeSize)
+		err = unix.Fallocate(fd, 0, 0, max(room, 4096))
 		unix.Close(fd)
 	}
 	return errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.ENOSPC)

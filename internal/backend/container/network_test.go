@@ -500,3 +500,12 @@ func TestDialInside(t *testing.T) {
 		t.Errorf("a full backlog: %v, want the context's deadline", err)
 	}
 }
+
+func entries(dir string) ([]string, error) {
+	list, err := os.ReadDir(dir)
+	var names []string
+	for _, e := range list {
+		names = append(names, e.Name())
+	}
+	return names, err
+}
