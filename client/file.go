@@ -103,6 +103,8 @@ func (f *Files) WriteFile(ctx context.Context, path string, data []byte, mode ui
 
 // Write streams r into a file.
 func (f *Files) Write(ctx context.Context, path string, r io.Reader, o WriteOptions) (*dsecv1.WriteResponse, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // a body that broke off must not look like a whole one
 	st := f.s.c.FileService.Write(ctx)
 	head := &dsecv1.WriteRequest{At: f.at(path), Step: o.Step, Mode: o.Mode, Parents: o.Parents, Append: o.Append, StartOffset: o.Start, SetMode: o.Mode != 0}
 	if !o.Modified.IsZero() {
@@ -203,6 +205,8 @@ func (f *Files) Download(ctx context.Context, path string, w io.Writer) (skipped
 
 // Upload lays a tar stream into the folder at path, which is made with its parents.
 func (f *Files) Upload(ctx context.Context, path string, r io.Reader) (*dsecv1.UploadResponse, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	st := f.s.c.FileService.Upload(ctx)
 	err := sendChunks(r, func(b []byte, first bool) error {
 		m := &dsecv1.UploadRequest{Data: b}

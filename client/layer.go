@@ -11,6 +11,8 @@ import (
 
 // ImportLayer makes a layer from a tar stream and publishes it when a name is given.
 func (c *Client) ImportLayer(ctx context.Context, publish, source string, tar io.Reader) (*dsecv1.ImportResponse, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	st := c.LayerService.Import(ctx)
 	err := sendChunks(tar, func(b []byte, first bool) error {
 		m := &dsecv1.ImportRequest{Data: b}

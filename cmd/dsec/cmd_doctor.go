@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/placement"
 )
 
@@ -18,10 +19,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	if err := x.load(); err != nil {
 		return err
 	}
-	var checks []struct {
-		Feature, Detail, Fix string
-		OK, Required         bool
-	}
+	checks := container.Doctor(ctx, x.State)
 	if c.Output == "json" {
 		return json.NewEncoder(os.Stdout).Encode(checks)
 	}
@@ -30,7 +28,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	for _, k := range checks {
 		mark := "yes"
 		switch {
-		case !k.OK && k.Required:
+		case !k.OK && k.Needed:
 			mark = "NO"
 			bad++
 		case !k.OK:

@@ -225,6 +225,7 @@ func (m *machine) stopAll() error {
 // entry is a gateway with what it stands on.
 type entry struct {
 	gateway *gateway.Gateway
+	layers  *layer.Catalogue
 	monitor *monitor.Monitor
 	facts   *facts.Bolt
 	logger  *slog.Logger
@@ -235,7 +236,7 @@ type gatewayFlags struct {
 	Listen   string   `help:"Address for clients beside the socket; empty for none." default:"127.0.0.1:7300"`
 	TLSCert  string   `name:"tls-cert" help:"Certificate (PEM) for the address." type:"existingfile" placeholder:"FILE"`
 	TLSKey   string   `name:"tls-key" help:"Its key (PEM)." type:"existingfile" placeholder:"FILE"`
-	Metrics  bool     `help:"Serve /metrics without a key on the same addresses." default:"true" negatable:""`
+	Metrics  bool     `name:"open-metrics" help:"Serve /metrics without a key."`
 	HostAddr []string `name:"host" help:"Address of a host: unix:/path, http://host:port or https://host:port; repeat." placeholder:"ADDR" sep:"none"`
 }
 
@@ -267,8 +268,9 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role
 	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: rpc.PeerConfig{Token: token}}, logger); err != nil {
 		return nil, err
 	}
-	e.gateway, err = gateway.New(gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain},
-		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: layer.New(e.facts, st), Log: logger, Registry: reg})
+	e.layers = layer.New(e.facts, st)
+	e.gateway, err = gateway.New(gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, OpenMetrics: f.Metrics},
+		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Log: logger, Registry: reg})
 	if err != nil {
 		return nil, err
 	}
@@ -281,7 +283,34 @@ func (e *entry) serve(ctx context.Context, listeners ...net.Listener) error {
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.monitor.Run(run) })
 	g.Go(func() error { return e.server.Run(run, listeners...) })
+	g.Go(func() error { return e.sweep(run) })
+	g.Go(func() error {
+		<-run.Done()
+		e.gateway.Leave()
+		return nil
+	})
 	return g.Wait()
+}
+
+// Layers that nobody holds are removed once they are old enough that no import or create can be about to use them.
+const (
+	sweepEvery = time.Hour
+	sweepAge   = 6 * time.Hour
+)
+
+func (e *entry) sweep(ctx context.Context) error {
+	tick := time.NewTicker(sweepEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+			if _, err := e.layers.Sweep(ctx, sweepAge); err != nil && ctx.Err() == nil {
+				e.logger.Error("sweep layers", "err", err)
+			}
+		}
+	}
 }
 
 // open prepares folders, settings and the logger of a service.

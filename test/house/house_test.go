@@ -52,7 +52,7 @@ var ranks = []struct {
 }{
 	{"api/", 0},
 	{"internal/sandbox", 1},
-	{"internal/sandbox/sandboxtest", 7},
+	{"internal/sandbox/sandboxtest", 2},
 	{"internal/store", 2},
 	{"internal/facts", 2},
 	{"internal/obs", 2},
@@ -62,7 +62,7 @@ var ranks = []struct {
 	{"internal/density", 2},
 	{"internal/layer", 3},
 	{"internal/trajectory", 3},
-	{"internal/iam", 3},
+	{"internal/iam", 4},
 	{"internal/job", 3},
 	{"internal/rpc", 3},
 	{"internal/keeper", 4},
