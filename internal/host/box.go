@@ -66,6 +66,7 @@ type box struct {
 	*history // of what was asked of it; empty once it has ended: load reads it from the log then
 	files    map[string]*fileConn
 	denied   limiter
+	conns    limiter // to ports, in the log
 }
 
 // history is what was asked of a sandbox.

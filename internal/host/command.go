@@ -40,6 +40,9 @@ type step struct {
 	doubt    bool  // the backend could not say whether it runs
 }
 
+// maxSteps bounds what one sandbox can make the host remember: 100 MiB or so.
+const maxSteps = 1 << 18
+
 type stepState uint8
 
 const (
@@ -88,6 +91,9 @@ func (b *box) claimStep(ctx context.Context, id string, act tag, sum [32]byte) (
 	}
 	if b.ending || b.state.Ended() {
 		return nil, false, b.gone()
+	}
+	if len(b.steps) >= maxSteps {
+		return nil, false, fmt.Errorf("step %s: sandbox %s has had %d steps, the most that one may have: %w", id, b.id, maxSteps, sandbox.ErrExhausted)
 	}
 	s = &step{id: id, act: act, sum: sum}
 	b.steps[id] = s
@@ -251,7 +257,11 @@ func (b *box) start(ctx context.Context, c *sandbox.Command) (s *step, existed b
 		return nil, false, err
 	}
 	defer b.finished()
-	if err := b.launch(s, c, inst, trajectory.Record{Kind: trajectory.KindStepStart, Step: c.ID, Input: in, Payload: payload}); err != nil {
+	rec := trajectory.Record{Kind: trajectory.KindStepStart, Step: c.ID, Input: in, Payload: payload}
+	if c.Terminal != nil {
+		rec.Flags = trajectory.Opaque // what is typed and when can't be done again
+	}
+	if err := b.launch(s, c, inst, rec); err != nil {
 		b.mu.Lock()
 		if !s.doubt {
 			b.rest()

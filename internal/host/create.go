@@ -31,6 +31,13 @@ func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (_ *bo
 	if err := spec.Validate(); err != nil {
 		return nil, false, fmt.Errorf("create: %w", err)
 	}
+	if len(spec.Entry) > 0 {
+		c := &sandbox.Command{ID: entrypoint, Argv: spec.Entry}
+		c.Fill(spec)
+		if err := c.Validate(); err != nil {
+			return nil, false, fmt.Errorf("create: entrypoint: %w", err)
+		}
+	}
 	if p := rpc.Project(ctx); p != "" && p != spec.Project {
 		return nil, false, fmt.Errorf("create: spec is of project %q, the call of %q: %w", spec.Project, p, sandbox.ErrDenied)
 	}

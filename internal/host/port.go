@@ -2,10 +2,14 @@ package host
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"sync"
+	"time"
 
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
 // portConn is a connection to a port inside; it counts as activity until it is closed.
@@ -43,10 +47,25 @@ func (h *Host) dialPort(ctx context.Context, id sandbox.ID, port uint16) (net.Co
 		b.done()
 		return nil, err
 	}
+	b.noteConn(port)
 	b.finished() // an end does not wait for it: it breaks off with the sandbox
 	return &portConn{Conn: c, done: func() {
 		b.mu.Lock()
 		b.rest()
 		b.mu.Unlock()
 	}}, nil
+}
+
+// noteConn records that there was traffic to a port, which can't be done again. A flood of connections is counted, not recorded.
+func (b *box) noteConn(port uint16) {
+	b.mu.Lock()
+	held, ok := b.conns.allow(time.Now())
+	b.mu.Unlock()
+	if !ok {
+		return
+	}
+	m := &dsecv1.LogRecord{Kind: "port", RequestJson: fmt.Sprintf(`{"port":%d,"not_recorded_before":%d}`, port, held)}
+	if _, err := b.append(trajectory.Record{Kind: trajectory.KindEvent, Flags: trajectory.Opaque, Payload: encode(tagEvent, m)}); err != nil {
+		b.h.log.Warn("record a port connection", "sandbox", b.id, "port", port, "err", err)
+	}
 }

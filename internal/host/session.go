@@ -23,7 +23,10 @@ type session struct {
 	end               sandbox.Outcome
 }
 
-const closeWait = 5 * time.Second
+const (
+	closeWait   = 5 * time.Second
+	maxSessions = 1 << 14 // in the life of a sandbox
+)
 
 func (s *session) proto() *dsecv1.Session {
 	p := &dsecv1.Session{Name: s.name, State: "open", Shell: s.shell, User: s.user, Opened: rpc.Timestamp(s.opened)}
@@ -101,6 +104,9 @@ func (b *box) claimSession(ctx context.Context, r *sandbox.Session) (s, before *
 			err := b.gone()
 			b.mu.Unlock()
 			return nil, nil, err
+		case before == nil && len(b.sessions) >= maxSessions:
+			b.mu.Unlock()
+			return nil, nil, fmt.Errorf("session %s: sandbox %s has had %d sessions, the most that one may have: %w", r.Name, b.id, maxSessions, sandbox.ErrExhausted)
 		case before == nil || !before.open:
 			s = &session{name: r.Name, shell: r.Shell, user: r.User, open: true, opening: true, opened: time.Now()}
 			b.sessions[r.Name] = s
