@@ -1,0 +1,44 @@
+"""dsec from Python: sandboxes, commands with streams, sessions, files, ports, snapshots, layers, environments and jobs.
+
+`Client` is for threads, `AsyncClient` for asyncio; both have the same calls. An error (`DsecError`) means that the platform failed or
+refused; how a command ended is a value (`Result`). Times are seconds, sizes octets.
+"""
+
+from ._aio.client import AsyncClient, AsyncFound
+from ._aio.commands import AsyncProcess, AsyncSession
+from ._aio.files import AsyncFiles
+from ._aio.jobs import AsyncJob
+from ._aio.ports import AsyncConnection, AsyncPort, AsyncWebSocket
+from ._aio.sandbox import AsyncBatch, AsyncSandbox
+from ._config import PROTOCOL
+from ._ports import HttpResponse
+from ._sync.client import Client, Found
+from ._sync.commands import Process, Session
+from ._sync.files import Files
+from ._sync.jobs import Job
+from ._sync.ports import Port, RawConnection, WebSocket
+from ._sync.sandbox import Batch, Sandbox
+from ._websocket import Closed as WebSocketClosed
+from .errors import (
+    CommandFailed, DeadlineExceeded, Denied, DsecError, Exhausted, Exists, Internal, Invalid, Lost, NotFound, State, Unavailable, Unsupported,
+    VersionMismatch,
+)
+from .model import (
+    ApiKey, Capabilities, Cause, Chunk, CommandInfo, Environment, FileEvent, FileInfo, ImportedLayer, ItemError, JobInfo, Layer, LayerName,
+    Lifetime, LogRecord, NewApiKey, Outcome, Resources, Result, SandboxInfo, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
+    StreamEnd, UploadResult, WriteResult,
+)
+from .options import CommandOptions, CreateOptions, EnvironmentOptions, RunOptions, SessionOptions, StartOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PROTOCOL", "ApiKey", "AsyncBatch", "AsyncClient", "AsyncConnection", "AsyncFiles", "AsyncFound", "AsyncJob", "AsyncPort", "AsyncProcess",
+    "AsyncSandbox", "AsyncSession", "AsyncWebSocket", "Batch", "Capabilities", "Cause", "Chunk", "Client", "CommandFailed", "CommandInfo",
+    "CommandOptions", "CreateOptions", "DeadlineExceeded", "Denied", "DsecError", "Environment", "EnvironmentOptions", "Exhausted", "Exists",
+    "FileEvent", "FileInfo", "Files", "Found", "HttpResponse", "ImportedLayer", "Internal", "Invalid", "ItemError", "Job", "JobInfo", "Layer",
+    "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "Outcome", "Port", "Process", "RawConnection", "Resources", "Result",
+    "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
+    "StartOptions", "State", "Stats", "StreamEnd", "Unavailable", "Unsupported", "UploadResult", "VersionMismatch", "WebSocket",
+    "WebSocketClosed", "WriteResult",
+]

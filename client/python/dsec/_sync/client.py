@@ -1,0 +1,142 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+import ssl
+from types import TracebackType
+from typing import TYPE_CHECKING, Iterator, List, Optional, Type, Union
+
+from .. import _config, _connect
+from .. import _ops as ops
+from ..errors import Invalid
+from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
+from .jobs import Job
+from .layers import Environments, Keys, Layers
+from .log import read_log
+from .sandbox import Batch, Sandbox
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import CreateOptions
+
+
+class Found(List[Sandbox]):
+    """What `Client.list` found. `errors` tells of hosts that did not answer: what they hold is missing."""
+
+    errors: List[ItemError]
+
+
+class Client:
+    """Talks to one gateway; safe for use by many threads. As a context manager it first checks that the server is there, speaks this
+    protocol and takes the key, and in the end closes its connections (sandboxes are not its to stop).
+
+    url: `unix:/path`, `http://host:port` or `https://host:port`; else DSEC_URL, else where `dsec up` puts its socket.
+    key, key_file: the API key or a file that holds it; else DSEC_KEY, DSEC_KEY_FILE, else the file beside the socket.
+    timeout: seconds that a call may take when it has no other bound. tls: for https with a private authority."""
+
+    def __init__(
+        self, url: Optional[str] = None, key: Optional[str] = None, key_file: Optional[str] = None, timeout: float = 120.0,
+        *, tls: Optional[ssl.SSLContext] = None,
+    ) -> None:
+        self._t = Transport(_config.resolve(url, key, key_file, timeout, tls))
+        self.layers = Layers(self._t)
+        self.environments = Environments(self._t)
+        self.keys = Keys(self._t)
+
+    def close(self) -> None:
+        """Closes the kept connections."""
+        self._t.close()
+
+    def __enter__(self) -> Client:
+        try:
+            self.server()
+            self._t.run(ops.call("LayerService/ListLayers", {"page_size": 1}))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        self.close()
+
+    def server(self) -> ServerInfo:
+        """The server's versions. Raises VersionMismatch when it does not serve this client's protocol."""
+        info = ServerInfo.of(self._t.run(ops.call("InfoService/GetInfo", {})))
+        _connect.check_version(info.version, info.protocol, info.protocol_min)
+        return info
+
+    def capabilities(self) -> List[Capabilities]:
+        """What each host's backends can do."""
+        return self._t.run(ops.call("SandboxService/Capabilities", {})).subs("backends", Capabilities.of)
+
+    # Sandboxes.
+
+    def run_container(self, **options: Unpack[CreateOptions]) -> Sandbox:
+        """Makes a container sandbox and returns when it can take commands. Options: see `CreateOptions`; `environment` or `layers` is
+        needed. A create that is interrupted midway is stopped by its key, so nothing is left behind."""
+        info, existed = self._t.run(ops.create(ops.create_body(**options), self._t.config.timeout))
+        return Sandbox(self._t, info.id, info, existed)
+
+    def run_containers(self, n: int, *, all: bool = False, **options: Unpack[CreateOptions]) -> Batch:
+        """Makes `n` sandboxes from one request, under the keys K/1 to K/n: with `all`, all of them or an error; else as many as possible,
+        with a reason for each that is missing."""
+        made, errors = self._t.run(ops.create_batch(ops.create_body(**options), n, all, self._t.config.timeout))
+        return Batch(self._t, [Sandbox(self._t, i.id, i) for i in made], errors)
+
+    def sandbox(self, ref: str) -> Sandbox:
+        """A handle by ID or name, without asking the server."""
+        if not ref:
+            raise Invalid("sandbox: give an id or name")
+        return Sandbox(self._t, ref)
+
+    def get(self, ref: str) -> Sandbox:
+        """Asks for a sandbox by ID or name, without waking it. Raises NotFound."""
+        info = self._t.run(ops.get(ref))
+        return Sandbox(self._t, info.id, info)
+
+    def list(self, selector: Selector = Selector()) -> Found:
+        """All sandboxes that match; ended ones only when the selector says so."""
+        infos, errors = self._t.run(ops.list_sandboxes(selector))
+        found = Found(Sandbox(self._t, i.id, i) for i in infos)
+        found.errors = errors
+        return found
+
+    def stop(self, target: Union[str, Selector]) -> SelectorResult:
+        """Ends one sandbox by ID or name, or all that a selector matches."""
+        return self._t.run(ops.select("Stop", target))
+
+    def stop_key(self, key: str, *, job: str = "", name: str = "") -> SelectorResult:
+        """Ends what was, or within the next 60 s would be, created under a key (with its job, and its name when it has one)."""
+        return self._t.run(ops.stop_key(key, job, name))
+
+    def pause(self, target: Union[str, Selector], level: str = "") -> SelectorResult:
+        """Freezes one sandbox, or all that a selector matches."""
+        return self._t.run(ops.select("Pause", target, level=level))
+
+    def resume(self, target: Union[str, Selector]) -> SelectorResult:
+        """Wakes one sandbox, or all that a selector matches."""
+        return self._t.run(ops.select("Resume", target))
+
+    def log(
+        self, sandbox: str = "", *, job: str = "", key: str = "", from_seq: int = 1, follow: bool = False, output: bool = True,
+        timeout: Optional[float] = None,
+    ) -> Iterator[LogRecord]:
+        """The trajectory of a sandbox (by ID or name, or by job and key), record by record; with `follow` until it has ended. A connection
+        that breaks is taken up again. `output` brings the octets of output too; after `timeout` seconds (24 h): DeadlineExceeded."""
+        which = ops.without_empty({"sandbox": sandbox, "job": job, "key": key})
+        return read_log(self._t, which, from_seq, follow, output, timeout)
+
+    # Jobs.
+
+    def job(self, name: str = "", *, lease: float = 30.0, on_lease_end: str = "", retention: Optional[float] = None) -> Job:
+        """Makes or joins a job. With a lease (seconds, 60 at most) it is renewed in the background; when this process dies, its end comes
+        within the lease and `on_lease_end` happens: stop (default), pause or keep. `retention` (seconds) is of records and logs."""
+        name = name or "job-" + ops.new_key()
+        self._t.run(ops.call("JobService/Put", ops.job_body(name, lease, on_lease_end, retention)))
+        return Job(self, self._t, name, lease)
+
+    def jobs(self) -> List[JobInfo]:
+        """All jobs of the project."""
+        return self._t.run(ops.call("JobService/List", {})).subs("jobs", JobInfo.of)

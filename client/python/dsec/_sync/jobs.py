@@ -1,0 +1,108 @@
+"""Jobs: groups of sandboxes that live and end together."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Optional, Type
+
+from .. import _ops as ops
+from .._octets import Fields, JSON
+from ..errors import DsecError
+from ..model import JobInfo, SelectorResult
+from .sandbox import Batch, Sandbox
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import CreateOptions
+    from .client import Client
+
+
+class Job:
+    """A group of sandboxes with a lease that a thread renews: when this process dies, the job ends within the lease. As a context manager it
+    is stopped at the end of the block."""
+
+    def __init__(self, client: Client, transport: Transport, name: str, lease: float) -> None:
+        self._client = client
+        self._t = transport
+        self.name = name
+        self._renewal = ops.Renewal(lease)
+        self._stop = threading.Event()
+        self._thread: Optional[threading.Thread] = None
+        if lease > 0:
+            self._thread = threading.Thread(target=self._renew, name=f"dsec-lease-{name}", daemon=True)
+            self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._renewal.every):
+            try:
+                self._t.run(ops.call("JobService/Renew", {"name": self.name}, timeout=self._renewal.every))
+                self._renewal.renewed()
+            except DsecError as e:  # tried again at the next third
+                self._renewal.failed(e)
+
+    @property
+    def error(self) -> Optional[DsecError]:
+        """Why the last renewal failed, None when it did not."""
+        return self._renewal.error
+
+    @property
+    def lost(self) -> bool:
+        """Whether a whole lease has passed without a renewal, so that its end has come."""
+        return self._thread is not None and self._renewal.lost
+
+    def run_container(self, **options: Unpack[CreateOptions]) -> Sandbox:
+        """`Client.run_container` in this job."""
+        options["job"] = self.name
+        return self._client.run_container(**options)
+
+    def run_containers(self, n: int, *, all: bool = False, **options: Unpack[CreateOptions]) -> Batch:
+        """`Client.run_containers` in this job."""
+        options["job"] = self.name
+        return self._client.run_containers(n, all=all, **options)
+
+    def _call(self, method: str, **more: str) -> Fields:
+        body: JSON = {"name": self.name}
+        body.update({k: v for k, v in more.items() if v})
+        return self._t.run(ops.call("JobService/" + method, body, undo=method == "Stop"))
+
+    def info(self) -> JobInfo:
+        """Lease and counts."""
+        return JobInfo.of(self._call("Get").sub("job"))
+
+    def pause(self, level: str = "") -> SelectorResult:
+        """Freezes its sandboxes."""
+        return SelectorResult.of(self._call("Pause", level=level))
+
+    def resume(self) -> SelectorResult:
+        """Wakes its sandboxes."""
+        return SelectorResult.of(self._call("Resume"))
+
+    def stop(self) -> SelectorResult:
+        """Ends its sandboxes; the lease goes on being renewed until `detach` or `close`."""
+        return SelectorResult.of(self._call("Stop"))
+
+    def detach(self) -> None:
+        """Ends the renewing and leaves the sandboxes to the lease."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._renewal.every + 1)
+
+    def close(self) -> None:
+        """Stops the sandboxes and ends the renewing."""
+        try:
+            self.stop()
+        finally:
+            self._stop.set()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+        try:
+            self.close()
+        except DsecError:
+            if kind is None:
+                raise

@@ -1,0 +1,94 @@
+"""The keywords of calls that take many. Absent ones take the environment's defaults, else the platform's."""
+
+from __future__ import annotations
+
+from typing import Collection, Mapping, Sequence, Tuple, TypedDict, Union
+
+Octets = Union[str, bytes]
+Env = Mapping[Octets, Octets]
+
+
+class CreateOptions(TypedDict, total=False):
+    """Of a new sandbox. Times are seconds, sizes octets. Give `environment` or `layers`."""
+
+    environment: str  # name or name@version
+    layers: Sequence[str]  # layer references, lowest first
+    backend: str
+    job: str
+    key: str  # idempotency key, unique in the job: the same key and request again answers the same sandbox
+    name: str  # a DNS label, unique among the project's living sandboxes
+    labels: Mapping[str, str]
+    memory: int  # octets, swap included
+    disk: int  # octets of its own writes
+    pids: int
+    cpu: float  # cap in CPUs
+    cpu_weight: int  # 1 to 10,000
+    idle: float  # seconds without activity; negative: no bound
+    total: float  # seconds from birth
+    on_idle: str  # stop | pause
+    network: str  # none | open
+    user: str
+    cwd: Octets
+    env: Env
+    secret_env: Collection[Octets]  # names in env whose values the log must not hold
+    hostname: str
+    entrypoint: Sequence[str]  # started after birth; its end ends the sandbox
+    best_effort: bool
+    no_new_privs: bool
+    durability: str  # process | host
+    deadline: float  # seconds that the create may take
+
+
+class CommandOptions(TypedDict, total=False):
+    """Of a command."""
+
+    id: str  # step key: the same ID never runs twice, it answers the recorded result
+    env: Env  # beside the sandbox's
+    secret_env: Collection[Octets]
+    cwd: Octets
+    user: str
+    stdin: Octets  # whole standard input
+    timeout: float  # seconds until the command is killed with all it started; only time in which the sandbox runs counts
+    output_cap: int  # octets kept of each stream; default 16 MiB
+
+
+class StartOptions(CommandOptions, total=False):
+    """Of a command that is started and not waited for."""
+
+    stdin_open: bool  # more comes by Process.write
+    terminal: Tuple[int, int]  # rows, columns
+
+
+class SessionOptions(TypedDict, total=False):
+    """Of a new session; a living one of the same name is joined as it is."""
+
+    name: str
+    shell: str
+    env: Env
+    cwd: Octets
+    user: str
+
+
+class RunOptions(TypedDict, total=False):
+    """Of a command in a session."""
+
+    id: str
+    stdin: Octets
+    timeout: float
+    output_cap: int
+
+
+class EnvironmentOptions(TypedDict, total=False):
+    """Of a new version of an environment."""
+
+    base: str
+    workspace: str
+    kits: Sequence[str]
+    env: Env
+    user: str
+    cwd: str
+    memory: int
+    disk: int
+    pids: int
+    cpu: float
+    cpu_weight: int
