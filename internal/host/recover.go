@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -37,10 +38,16 @@ type story struct {
 	loose   map[string]bool // sessions that were asked for and not told open
 }
 
-// tell reads a trajectory's records, without its outputs. A record that the disk lost is skipped and told in the log.
-func (h *Host) tell(ctx context.Context, id trajectory.ID) (*story, error) {
+// What of a trajectory is read: all but outputs, or what says whether its sandbox lives, which is all that is needed of most.
+var (
+	wholeStory = trajectory.Except(trajectory.KindOutput)
+	lifeStory  = trajectory.Kinds(trajectory.KindCreate, trajectory.KindState, trajectory.KindPolicy, trajectory.KindVoid)
+)
+
+// tell reads a trajectory's records of some kinds. A record that the disk lost is skipped and told in the log.
+func (h *Host) tell(ctx context.Context, id trajectory.ID, kinds trajectory.KindSet) (*story, error) {
 	st := &story{history: newHistory(), loose: map[string]bool{}}
-	q := trajectory.Query{Kinds: trajectory.Except(trajectory.KindOutput)}
+	q := trajectory.Query{Kinds: kinds}
 	for {
 		recs, next, err := h.deps.Log.Read(ctx, id, q)
 		for i := range recs {
@@ -265,42 +272,61 @@ func (h *Host) sweep(ctx context.Context, name string, be sandbox.Backend, livin
 
 // reread makes boxes and jobs of the log.
 func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, err error) {
+	var mu sync.Mutex
+	var g errgroup.Group
+	g.SetLimit(runtime.GOMAXPROCS(0))
 	for _, t := range h.deps.Log.Trajectories() {
-		if err := ctx.Err(); err != nil {
-			return nil, nil, err
+		if ctx.Err() != nil {
+			break
 		}
-		if t.ID.Key == "" {
-			if err := h.rereadJob(ctx, t.ID); err != nil {
-				return nil, nil, err
+		g.Go(func() error {
+			if t.ID.Key == "" {
+				return h.rereadJob(ctx, t.ID)
 			}
-			continue
-		}
-		st, err := h.tell(ctx, t.ID)
-		if err != nil {
-			return nil, nil, err
-		}
-		if st.create == nil {
-			h.log.Error("a trajectory has lost its create record; what is left of its sandbox is removed", "trajectory", t.ID)
-			continue
-		}
-		if st.void {
-			continue
-		}
-		b, err := h.retell(t.ID, st)
-		if err != nil {
-			h.log.Error("a trajectory can't be taken back; what is left of its sandbox is removed", "trajectory", t.ID, "err", err)
-			continue
-		}
-		h.adopt(b)
-		switch {
-		case st.state.Ended():
-		case st.state == sandbox.Creating || st.handle == nil:
-			half = append(half, b)
-		default:
-			orphans = append(orphans, orphan{b, st, h.deps.Backends[b.spec.Backend]})
-		}
+			b, st, err := h.rereadBox(ctx, t.ID)
+			if err != nil || b == nil {
+				return err
+			}
+			h.adopt(b)
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case st.state.Ended():
+			case st.state == sandbox.Creating || st.handle == nil:
+				half = append(half, b)
+			default:
+				orphans = append(orphans, orphan{b, st, h.deps.Backends[b.spec.Backend]})
+			}
+			return nil
+		})
 	}
-	return orphans, half, nil
+	if err := g.Wait(); err != nil {
+		return nil, nil, err
+	}
+	return orphans, half, ctx.Err()
+}
+
+// rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of.
+func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, error) {
+	st, err := h.tell(ctx, id, lifeStory)
+	if err == nil && !st.void && !st.state.Ended() {
+		st, err = h.tell(ctx, id, wholeStory)
+	}
+	switch {
+	case err != nil:
+		return nil, nil, err
+	case st.create == nil:
+		h.log.Error("a trajectory has lost its create record; what is left of its sandbox is removed", "trajectory", id)
+		return nil, nil, nil
+	case st.void:
+		return nil, nil, nil
+	}
+	b, err := h.retell(id, st)
+	if err != nil {
+		h.log.Error("a trajectory can't be taken back; what is left of its sandbox is removed", "trajectory", id, "err", err)
+		return nil, nil, nil
+	}
+	return b, st, nil
 }
 
 func (h *Host) rereadJob(ctx context.Context, id trajectory.ID) error {
@@ -656,7 +682,7 @@ func (b *box) load(ctx context.Context) (*history, error) {
 	if hist := b.h.loaded.get(b); hist != nil {
 		return hist, nil
 	}
-	st, err := b.h.tell(ctx, b.traj)
+	st, err := b.h.tell(ctx, b.traj, wholeStory)
 	if err != nil {
 		return nil, err
 	}

@@ -39,8 +39,8 @@ func BenchmarkHeld(b *testing.B) {
 		b.ReportMetric(float64(heap()-before)/n/1024, "KiB/ended")
 	}
 	r.stop()
-	start := time.Now()
 	r.start()
+	start := time.Now() // the log is open
 	if err := r.h.wait(context.Background()); err != nil {
 		b.Fatal(err)
 	}
