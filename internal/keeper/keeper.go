@@ -145,6 +145,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 	k.serve(ctx, l)
 	err = k.destroyAll()
 	wg.Wait()
+	k.slots.close()
 	end := time.Now().Add(5 * time.Second)
 	unix.Rmdir(filepath.Join(k.cg.v2, k.cg.name)) // the keeper itself is in it: what stays is removed by the next sweep
 	return errors.Join(err, k.leaveCgroups(end))
@@ -190,7 +191,7 @@ func (k *Keeper) prepare() error {
 		return err
 	}
 	k.image, k.helper = image, int(image.Fd())
-	k.slots = &slots{helper: k.helper, byBase: map[uint32]slot{}}
+	k.slots = newSlots(k.helper, k.log)
 	if err := mkdir("layers"); err != nil {
 		return err
 	}
@@ -311,7 +312,7 @@ func (g *cgroups) removeTree(end time.Time) error {
 // sweep kills and removes what a dead keeper of the same instance left. The caller holds the run folder's lock.
 func (g *cgroups) sweep(within time.Duration) error {
 	top := filepath.Join(g.v2, g.name)
-	for _, class := range []string{classLS, classBE} {
+	for _, class := range []string{classLS, classBE, "keeper"} {
 		writeFile(filepath.Join(top, class, "cgroup.kill"), "1")
 	}
 	return g.removeTree(time.Now().Add(within))

@@ -2,6 +2,8 @@ package keeper
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -26,6 +28,9 @@ type slot struct {
 // so an entry may be dropped at any time.
 type slots struct {
 	helper int // descriptor of the helper program
+	making sync.Mutex
+	maker  int // stream to the helper that forks children into new user namespaces; -1: none
+	pid    int // of the helper
 	mu     sync.Mutex
 	byBase map[uint32]slot
 }
@@ -40,11 +45,11 @@ func (s *slots) get(base uint32) (slot, error) {
 	if ok {
 		return sl, nil
 	}
-	user, err := makeUserns(s.helper, []syscall.SysProcIDMap{{ContainerID: 0, HostID: int(base), Size: idsPerSandbox}})
+	user, err := s.make([]syscall.SysProcIDMap{{ContainerID: 0, HostID: int(base), Size: idsPerSandbox}})
 	if err != nil {
 		return slot{}, err
 	}
-	idmap, err := makeUserns(s.helper, []syscall.SysProcIDMap{
+	idmap, err := s.make([]syscall.SysProcIDMap{
 		{ContainerID: 0, HostID: int(base), Size: idsPerSandbox}, {ContainerID: idsPerSandbox, HostID: 0, Size: 1}})
 	if err != nil {
 		unix.Close(user)
@@ -68,6 +73,91 @@ func (s *slots) get(base uint32) (slot, error) {
 	}
 	s.byBase[base] = sl
 	return sl, nil
+}
+
+// newSlots starts the helper. Without it namespaces are made by forks of the keeper, which take ten times as long.
+func newSlots(helper int, log *slog.Logger) *slots {
+	s := &slots{helper: helper, maker: -1, byBase: map[uint32]slot{}}
+	p, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		log.Warn("no maker of user namespaces", "err", err)
+		return s
+	}
+	far := uintptr(p[1])
+	// It ends when our end of the stream closes.
+	s.pid, err = syscall.ForkExec("/proc/self/fd/"+strconv.Itoa(helper), []string{"dsec-userns"}, &syscall.ProcAttr{Files: []uintptr{far, far, far, far},
+		Sys: &syscall.SysProcAttr{Setsid: true}})
+	unix.Close(p[1])
+	if err != nil {
+		unix.Close(p[0])
+		log.Warn("no maker of user namespaces", "err", err)
+		return s
+	}
+	tv := unix.NsecToTimeval(int64(5 * time.Second))
+	unix.SetsockoptTimeval(p[0], unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv)
+	s.maker = p[0]
+	return s
+}
+
+func (s *slots) make(ids []syscall.SysProcIDMap) (int, error) {
+	s.making.Lock()
+	defer s.making.Unlock()
+	if s.maker >= 0 {
+		fd, err := s.ask(ids)
+		if err == nil {
+			return fd, nil
+		}
+		s.endMaker()
+	}
+	return makeUserns(s.helper, ids)
+}
+
+// endMaker ends the helper. The caller holds making.
+func (s *slots) endMaker() {
+	if s.maker < 0 {
+		return
+	}
+	unix.Close(s.maker)
+	s.maker = -1
+	unix.Kill(s.pid, unix.SIGKILL) // its child dies with it
+	reap(s.pid)
+}
+
+// close ends what the pool runs.
+func (s *slots) close() {
+	s.making.Lock()
+	defer s.making.Unlock()
+	s.endMaker()
+}
+
+// ask lets the helper make a child in a new user namespace, maps its ids and takes the namespace.
+func (s *slots) ask(ids []syscall.SysProcIDMap) (int, error) {
+	if _, err := unix.Write(s.maker, []byte{1}); err != nil {
+		return -1, err
+	}
+	var b [4]byte
+	if n, err := unix.Read(s.maker, b[:]); err != nil || n != 4 {
+		return -1, fmt.Errorf("maker of user namespaces: %d octets: %w", n, errors.Join(err, unix.EPIPE))
+	}
+	pid := int(int32(binary.LittleEndian.Uint32(b[:])))
+	if pid <= 0 {
+		return -1, fmt.Errorf("clone into a user namespace: %w", unix.Errno(-pid))
+	}
+	proc := "/proc/" + strconv.Itoa(pid)
+	var text string
+	for _, m := range ids {
+		text += fmt.Sprintf("%d %d %d\n", m.ContainerID, m.HostID, m.Size)
+	}
+	err := errors.Join(writeFile(proc+"/uid_map", text), writeFile(proc+"/gid_map", text))
+	fd := -1
+	if err == nil {
+		fd, err = unix.Open(proc+"/ns/user", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	}
+	if _, e := unix.Write(s.maker, []byte{0}); e != nil && fd >= 0 {
+		unix.Close(fd)
+		return -1, e
+	}
+	return fd, err
 }
 
 // makeUserns makes a user namespace with the map for uids and gids. The helper lives in it, waiting for a birth that never comes,

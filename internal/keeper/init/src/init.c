@@ -1516,12 +1516,47 @@ static void holder(void)
 	}
 }
 
+// userns makes user namespaces for the keeper: for each octet that comes, a child in a new one, whose number goes back; the next
+// octet ends the child. The fork of a process this small costs a tenth of one of the keeper's.
+static void userns(void) __attribute__((noreturn));
+static void userns(void)
+{
+	u8 c;
+	for (;;) {
+		if (sys3(__NR_read, STREAM, &c, 1) != 1)
+			die(0);
+		struct clone_args a = {.flags = CLONE_NEWUSER, .exit_signal = SIGCHLD};
+		i64 pid = sys2(__NR_clone3, &a, sizeof a);
+		if (!pid) {
+			sys2(__NR_prctl, PR_SET_PDEATHSIG, 9);
+			sys3(__NR_close, STREAM, 0, 0);
+			for (;;)
+				sys4(__NR_ppoll, NULL, 0, NULL, NULL);
+		}
+		i32 out = (i32)pid;
+		if (sys3(__NR_write, STREAM, &out, 4) != 4)
+			die(0);
+		i64 n = sys3(__NR_read, STREAM, &c, 1);
+		if (pid > 0) {
+			sys2(__NR_kill, pid, 9);
+			while (sys4(__NR_wait4, pid, NULL, 0x40000000 /* __WALL */, NULL) == -EINTR)
+				;
+		}
+		if (n != 1)
+			die(0);
+	}
+}
+
 __attribute__((used, noreturn)) void entry(long *sp);
 void entry(long *sp)
 {
 	const char *name = sp[0] ? (const char *)sp[1] : "";
 	sys3(__NR_close_range, STREAM + 1, ~0u, 0);
 	sys3(__NR_fcntl, STREAM, 2 /* F_SETFD */, 1);
+	if (eq(name, "dsec-userns")) {
+		sys2(__NR_prctl, PR_SET_NAME, "dsec-userns");
+		userns();
+	}
 	body = mapped(MAX_BODY + 4096);
 	int hold = eq(name, "dsec-holder");
 	sys2(__NR_prctl, PR_SET_NAME, hold ? "dsec-holder" : "dsec-init"); // else the number of a descriptor
