@@ -11,10 +11,12 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
+	"unsafe"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -383,7 +385,56 @@ func (n *network) enter(ctx context.Context, sandboxNS int, slot int) (ifindex i
 	if err := n.insideSide(sandboxNS, addr, slot); err != nil {
 		return ifindex, fmt.Errorf("network device %s, inside: %w", name, err)
 	}
+	if err := n.awaitCarrier(ctx, name); err != nil {
+		return ifindex, fmt.Errorf("network device %s: %w", name, err)
+	}
 	return ifindex, nil
+}
+
+// awaitCarrier waits until the host's side carries packets. It was set up before its peer, so the kernel's link watch turns its
+// queue on, in the background and up to a second later; until then answers to the sandbox's first packets are dropped, and a
+// resolver inside waits 5 s. Asking by ETHTOOL_GLINK makes newer kernels do it at once.
+func (n *network) awaitCarrier(ctx context.Context, name string) error {
+	for wait := 200 * time.Microsecond; ; wait = min(2*wait, 20*time.Millisecond) {
+		if err := inNetns(n.ns, func() error { return askLink(name) }); err != nil {
+			return fmt.Errorf("ask for its link: %w", err)
+		}
+		l, err := n.handle.LinkByName(name)
+		if err != nil {
+			return err
+		}
+		if l.Attrs().OperState == netlink.OperUp {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("wait for its link: %w", ctx.Err())
+		case <-time.After(wait):
+		}
+	}
+}
+
+// askLink reads the link state of a device in the thread's network namespace.
+func askLink(name string) error {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	value := struct{ cmd, data uint32 }{cmd: unix.ETHTOOL_GLINK}
+	var request struct {
+		name [unix.IFNAMSIZ]byte
+		data unsafe.Pointer
+		_    [16]byte
+	}
+	copy(request.name[:unix.IFNAMSIZ-1], name)
+	request.data = unsafe.Pointer(&value)
+	_, _, e := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), unix.SIOCETHTOOL, uintptr(unsafe.Pointer(&request)))
+	runtime.KeepAlive(&value)
+	if e != 0 {
+		return e
+	}
+	return nil
 }
 
 // addLink waits a moment for the slot's last device, whose namespace a kernel worker may still be taking apart.

@@ -509,3 +509,36 @@ func entries(dir string) ([]string, error) {
 	}
 	return names, err
 }
+
+// The very first datagram of a sandbox arrives: the device carries packets when enter returns.
+func TestNetworkFirstPacket(t *testing.T) {
+	w := newWorld(t)
+	n := testNetwork(t, w, "first")
+	for slot := range 20 {
+		ns := namespace(t)
+		if _, err := n.enter(t.Context(), ns, slot); err != nil {
+			t.Fatal(err)
+		}
+		if !received(t, w, ns, addrAt(n.rng, slotOffset+slot)) {
+			t.Errorf("the first datagram of sandbox %d was lost", slot)
+		}
+	}
+}
+
+func BenchmarkNetworkEnter(b *testing.B) {
+	w := newWorld(b)
+	n := testNetwork(b, w, "bench")
+	i := 0
+	for b.Loop() {
+		b.StopTimer()
+		ns, err := newNetns()
+		check(b, err)
+		b.StartTimer()
+		_, err = n.enter(b.Context(), ns, i%1000)
+		check(b, err)
+		b.StopTimer()
+		unix.Close(ns)
+		b.StartTimer()
+		i++
+	}
+}
