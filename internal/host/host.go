@@ -88,6 +88,9 @@ func New(cfg Config, deps Deps) (*Host, error) {
 func (h *Host) Run(ctx context.Context) error {
 	defer h.shut()
 	if err := h.recover(ctx); err != nil {
+		if ctx.Err() != nil {
+			return nil // asked to end before it was ready; the next start goes on
+		}
 		return fmt.Errorf("recover: %w", err)
 	}
 	close(h.ready)
