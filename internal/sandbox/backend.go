@@ -26,7 +26,8 @@ type Capabilities struct {
 // the platform failed and that nothing of the attempt is left.
 type Backend interface {
 	Capabilities() Capabilities
-	// Create makes a sandbox and returns when it can take commands. Events go to sink until Destroy.
+	// Create makes a sandbox and returns when it can take commands. It arms the spec's total lifetime as SetDeadline does. Events go
+	// to sink until Destroy.
 	Create(ctx context.Context, id ID, spec *Spec, sink Sink) (Instance, error)
 	// Recover takes back every sandbox that outlived a previous host daemon, by the handles that Instance.Handle gave.
 	// A handle whose sandbox is gone yields ErrLost and its remains are removed. Unacknowledged output and ends are sent again.
