@@ -14,5 +14,5 @@ func TestMain(m *testing.M) {
 }
 
 func TestConformance(t *testing.T) {
-	sandboxtest.Run(t, containertest.New(t, containertest.Options{}).Suite())
+	sandboxtest.Run(t, containertest.New(t, containertest.Options{Guest: containertest.Guest(t)}).Suite())
 }

@@ -63,6 +63,7 @@ const (
 	NoFreeze      Reason = "backend has no pause level frozen"
 	NoNetworkOpen Reason = "backend has no network open"
 	NoRestart     Reason = "backend can't recover"
+	NoFiles       Reason = "environment has no guest program for files"
 	NoLeft        Reason = "environment can't count what is left"
 	NoDiskUse     Reason = "backend can't tell disk use"
 )
@@ -103,6 +104,7 @@ func Run(t *testing.T, e *Env) {
 		{"deadline", testDeadlines},
 		{"limit", testLimits},
 		{"port", testPorts},
+		{"file", testFiles},
 		{"snapshot", testSnapshots},
 		{"end", testEnds},
 		{"recovery", testRecovery},

@@ -315,3 +315,26 @@ func (l *lines) Write(p []byte) (int, error) {
 	fmt.Fprintf(os.Stderr, "%s: %s", l.t.Name(), p)
 	return len(p), nil
 }
+
+var guest = sync.OnceValues(func() (*os.File, error) {
+	dir, err := os.MkdirTemp("", "dsec-test-guest-")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir) // the descriptor keeps the file
+	file := filepath.Join(dir, "dsec-guest")
+	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", file, "github.com/dsec-dev/dsec/cmd/dsec-guest")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("build dsec-guest: %w: %s", err, out)
+	}
+	return os.Open(file)
+})
+
+// Guest builds the file server once for the test program.
+func Guest(t testing.TB) *os.File {
+	t.Helper()
+	f, err := guest()
+	do(t, err)
+	return f
+}
