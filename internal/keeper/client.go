@@ -166,7 +166,7 @@ func (c *Client) Known(ctx context.Context, id sandbox.ID, cmd string) (bool, er
 	return r.Known, err
 }
 
-// Stdin writes at an offset: octets below what was taken are skipped, a gap is ErrState, eof closes after the data. It returns
+// Stdin writes at an offset, counted from the first octet of Command.Stdin: octets below what was taken are skipped, a gap is ErrState, eof closes after the data. It returns
 // the offset up to which octets were taken; the command may not read, so a context's end leaves it short.
 func (c *Client) Stdin(ctx context.Context, id sandbox.ID, cmd string, offset int64, data []byte, eof bool) (taken int64, err error) {
 	taken = offset
