@@ -56,7 +56,7 @@ type Birth struct {
 }
 
 // DefaultCaps are the capabilities of a command run as root: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
-// net_bind_service, net_raw, sys_chroot, sys_ptrace, mknod out, audit_write and setfcap. They hold in the sandbox's user
+// net_bind_service, net_raw, sys_chroot, sys_ptrace, audit_write and setfcap. They hold in the sandbox's user
 // namespace alone; the mount, network and pid namespaces are not its own.
 const DefaultCaps = 1<<0 | 1<<1 | 1<<3 | 1<<4 | 1<<5 | 1<<6 | 1<<7 | 1<<8 | 1<<10 | 1<<13 | 1<<18 | 1<<19 | 1<<29 | 1<<31
 

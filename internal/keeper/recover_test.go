@@ -2,10 +2,12 @@ package keeper
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -151,5 +153,77 @@ func TestImports(t *testing.T) {
 		if !allowed[p] {
 			t.Errorf("the keeper imports %s", p)
 		}
+	}
+}
+
+// Hosts that come and go at any moment: every command runs once, and nothing of its output is missing.
+func TestHostsComeAndGo(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	ctx := within(t)
+	var mu sync.Mutex // guards h.c
+	client := func() *Client {
+		mu.Lock()
+		defer mu.Unlock()
+		return h.c
+	}
+	want, err := exec.Command("seq", "1", "3000").Output()
+	if err != nil {
+		t.Skip("needs seq")
+	}
+	var wg sync.WaitGroup
+	done := make(chan struct{})
+	wg.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			case <-time.After(time.Duration(1+i*7%23) * time.Millisecond):
+			}
+			old := client()
+			c, err := Dial(ctx, h.cfg.Dir, DialOptions{Host: "test", Handler: h.rec})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if err := c.Deliver(ctx); err != nil {
+				t.Error(err)
+			}
+			mu.Lock()
+			h.c = c
+			mu.Unlock()
+			old.Close()
+		}
+	})
+	var work sync.WaitGroup
+	for w := range 4 {
+		work.Go(func() {
+			for i := range 15 {
+				c := sh("echo x >>/tmp/count; seq 1 3000; exit 6")
+				c.ID = fmt.Sprintf("w%d-%d", w, i)
+				fill(c)
+				for {
+					err := client().Start(ctx, id, c)
+					if err == nil {
+						break
+					}
+					if ctx.Err() != nil {
+						t.Errorf("start: %v", err)
+						return
+					}
+					time.Sleep(time.Millisecond)
+				}
+				r := h.rec.wait(t, id, c.ID)
+				if string(r.out) != string(want) || r.outcome.Code != 6 || r.gaps {
+					t.Errorf("%s: %d octets of %d, gaps %v, %+v", c.ID, len(r.out), len(want), r.gaps, r.outcome)
+				}
+			}
+		})
+	}
+	work.Wait()
+	close(done)
+	wg.Wait()
+	if r := h.run(id, sh("wc -l </tmp/count")); string(r.out) != "60\n" {
+		t.Errorf("60 commands ran %q times", r.out)
 	}
 }
