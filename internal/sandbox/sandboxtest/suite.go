@@ -36,6 +36,8 @@ type Env struct {
 	// Left names everything on the host that belongs to this backend's sandboxes, one line each: processes, mounts, cgroups,
 	// namespaces, devices, uppers, uid slots. Pools that are kept ready do not count.
 	Left func(t testing.TB) []string
+	// More are parts that need what lies above this package, as a client of the files' protocol (internal/backend/backendtest).
+	More []Part
 	// Few makes the repeated parts shorter, for backends whose sandboxes cost much.
 	Few bool
 }
@@ -82,16 +84,19 @@ func (e *Env) times(n int) int {
 	return n
 }
 
+// Part is a part of the suite.
+type Part struct {
+	Name string
+	Run  func(*testing.T, *Env)
+}
+
 // Run runs the suite.
 func Run(t *testing.T, e *Env) {
 	var before []string
 	if e.Left != nil {
 		before = e.Left(t)
 	}
-	for _, part := range []struct {
-		name string
-		run  func(*testing.T, *Env)
-	}{
+	for _, part := range append([]Part{
 		{"birth", testBirth},
 		{"command", testCommands},
 		{"outcome", testOutcomes},
@@ -104,12 +109,11 @@ func Run(t *testing.T, e *Env) {
 		{"deadline", testDeadlines},
 		{"limit", testLimits},
 		{"port", testPorts},
-		{"file", testFiles},
 		{"snapshot", testSnapshots},
 		{"end", testEnds},
 		{"recovery", testRecovery},
-	} {
-		t.Run(part.name, func(t *testing.T) { part.run(t, e) })
+	}, e.More...) {
+		t.Run(part.Name, func(t *testing.T) { part.Run(t, e) })
 	}
 	t.Run("nothing is left when all sandboxes are destroyed", func(t *testing.T) {
 		e.nothingLeft(t, before)
@@ -299,3 +303,38 @@ func (b *box) waitText(t testing.TB, cmd string, stream sandbox.StreamName, text
 		return fmt.Sprintf("command %s: %q did not come; there is %.300q", cmd, text, b.rec.text(cmd, stream))
 	})
 }
+
+// Box is a living sandbox for a part of More.
+type Box struct{ b *box }
+
+// NewBox makes a sandbox of the suite's root that is destroyed at the test's end.
+func NewBox(t *testing.T, e *Env, change ...func(*sandbox.Spec)) *Box {
+	return &Box{e.box(t, change...)}
+}
+
+// Instance is the sandbox itself.
+func (b *Box) Instance() sandbox.Instance { return b.b.inst }
+
+// Out runs a shell text that must exit 0 with nothing on stderr and returns its stdout.
+func (b *Box) Out(t testing.TB, text string) string {
+	t.Helper()
+	return b.b.out(t, text)
+}
+
+// As runs a shell text as a user and returns how it ended and its stdout.
+func (b *Box) As(t testing.TB, user, text string) (sandbox.Outcome, string) {
+	t.Helper()
+	c := sh(text)
+	c.User = user
+	r := b.b.run(t, c)
+	return r.Outcome, r.stdout
+}
+
+// Eventually polls until ok or Patience is over.
+func Eventually(t testing.TB, ok func() bool, otherwise func() string) {
+	t.Helper()
+	eventually(t, ok, otherwise)
+}
+
+// Within is a context that is bounded by Patience and the test.
+func Within(t testing.TB) context.Context { return within(t) }

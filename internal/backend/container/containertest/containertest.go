@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/backend/backendtest"
 	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/keeper"
@@ -236,6 +237,7 @@ func (e *Env) end(t testing.TB) {
 func (e *Env) Suite() *sandboxtest.Env {
 	return &sandboxtest.Env{
 		Backend: e.Backend, Host: sandbox.NewHostID(), Layers: []string{e.Layer}, Restart: e.Restart, Left: e.Left,
+		More: []sandboxtest.Part{backendtest.Files},
 	}
 }
 
