@@ -483,10 +483,18 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 		errs = append(errs, fmt.Errorf("list uppers: %w", err))
 	}
 	for _, name := range uppers {
-		if id := sandbox.ID(name); !keep[id] && b.instance(id) == nil {
-			if err := b.uppers.Remove(ctx, name); err != nil {
-				errs = append(errs, fmt.Errorf("remove upper of %s: %w", id, err))
-			}
+		id := sandbox.ID(name)
+		if keep[id] || b.instance(id) != nil {
+			continue
+		}
+		// The keeper lists what lives; one that it was still making or had begun to destroy when its host went away holds its
+		// upper all the same, and an upper does not go from under a mount.
+		if err := c.Destroy(ctx, id); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if err := b.uppers.Remove(ctx, name); err != nil {
+			errs = append(errs, fmt.Errorf("remove upper of %s: %w", id, err))
 		}
 	}
 	errs = append(errs, b.net.sweep(slotsInUse))

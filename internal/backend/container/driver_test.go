@@ -337,3 +337,124 @@ func TestHostUids(t *testing.T) {
 		t.Errorf("uids %v, want that of the sandbox's root and that of process 1", found)
 	}
 }
+
+// Faults B39 and kind C: the daemon goes away again and again while sandboxes are born, work and end. The next one takes back what
+// was told to live, sweeps the rest, and at the end nothing is left.
+func TestRestartsUnderLoad(t *testing.T) {
+	e := containertest.New(t, containertest.Options{})
+	before := e.Left(t)
+	host := sandbox.NewHostID()
+	type box struct {
+		spec   *sandbox.Spec
+		handle []byte
+		sink   *sink
+	}
+	var mu sync.Mutex
+	recorded := map[sandbox.ID]box{} // what a host's log would name
+	for round := range 6 {
+		ctx, cancel := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		b := e.Backend
+		for range 4 {
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				for ctx.Err() == nil {
+					id, s, k := sandbox.NewID(host), spec(e), &sink{ends: map[string]sandbox.Outcome{}}
+					x, err := b.Create(ctx, id, s, k)
+					if err != nil {
+						continue
+					}
+					mu.Lock()
+					recorded[id] = box{s, x.Handle(), k}
+					mu.Unlock()
+					c := &sandbox.Command{ID: "c", Argv: []string{"/bin/sh", "-c", "echo x >>/tmp/count; cat /tmp/count; exit 3"}}
+					c.Fill(s)
+					if x.Start(ctx, c) != nil {
+						continue
+					}
+					if len(id)%2 == 0 && ctx.Err() == nil {
+						mu.Lock()
+						delete(recorded, id)
+						mu.Unlock()
+						if err := x.Destroy(ctx); err != nil {
+							t.Logf("destroy: %v", err) // the next daemon sweeps it
+						}
+					}
+				}
+			}()
+		}
+		time.Sleep(time.Duration(20+40*round) * time.Millisecond)
+		next := make(chan sandbox.Backend, 1)
+		go func() { next <- e.Restart(t) }() // in the middle of it
+		time.Sleep(5 * time.Millisecond)
+		cancel()
+		wg.Wait()
+		nb := <-next
+		living := map[sandbox.ID]bool{}
+		instances := map[sandbox.ID]sandbox.Instance{}
+		for id, r := range recorded {
+			x, err := nb.Recover(t.Context(), id, r.spec, r.handle, r.sink)
+			if err != nil {
+				if !errors.Is(err, sandbox.ErrLost) {
+					t.Errorf("recover: %v", err)
+				}
+				continue
+			}
+			living[id], instances[id] = true, x
+		}
+		if err := nb.Sweep(t.Context(), living); err != nil {
+			t.Fatalf("sweep: %v", err)
+		}
+		for id, x := range instances {
+			known, err := x.Known(t.Context(), "c")
+			if err != nil {
+				t.Fatal(err)
+			}
+			k := recorded[id].sink
+			if known {
+				k.until(t, "end of c", func() bool { _, ok := k.ends["c"]; return ok })
+				if k.ends["c"].Code != 3 || !strings.HasPrefix(k.out.String(), "x\n") {
+					t.Errorf("%+v, %q", k.ends["c"], k.out.String())
+				}
+			}
+			destroy(t, x)
+		}
+		recorded = map[sandbox.ID]box{}
+		same(t, e, before)
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// BenchmarkLife is create, a program that ends at once, and destroy.
+func BenchmarkLife(b *testing.B) {
+	e := containertest.New(b, containertest.Options{})
+	host := sandbox.NewHostID()
+	s := spec(e)
+	c := &sandbox.Command{ID: "c", Argv: []string{"/bin/true"}}
+	c.Fill(s)
+	for b.Loop() {
+		k := &sink{ends: map[string]sandbox.Outcome{}}
+		x, err := e.Backend.Create(b.Context(), sandbox.NewID(host), s, k)
+		if err != nil {
+			b.Fatal(err)
+		}
+		if err := x.Start(b.Context(), c); err != nil {
+			b.Fatal(err)
+		}
+		for {
+			k.mu.Lock()
+			_, ok := k.ends["c"]
+			k.mu.Unlock()
+			if ok {
+				break
+			}
+			time.Sleep(50 * time.Microsecond)
+		}
+		if err := x.Destroy(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
