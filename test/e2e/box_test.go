@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
 )
@@ -340,3 +342,19 @@ func without(list []string, word string) []string {
 }
 
 const sigTerm = syscall.SIGTERM
+
+// peek is what a running command has written to its standard output.
+func peek(t testing.TB, s *service, sb *client.Sandbox, id string) ([]byte, error) {
+	t.Helper()
+	r, err := s.client().Commands.ReadOutput(within(t), connect.NewRequest(&dsecv1.ReadOutputRequest{Sandbox: sb.ID, Id: id, Stream: "stdout"}))
+	if err != nil {
+		return nil, err
+	}
+	return r.Msg.Data, nil
+}
+
+// cgroupOf is the text of a process's cgroups.
+func cgroupOf(pid int) string {
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	return string(b)
+}
