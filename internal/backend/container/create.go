@@ -86,7 +86,7 @@ func (b *Backend) deliverOnce(ctx context.Context, c *keeper.Client) error {
 // make takes what the sandbox needs, in the order that teardown undoes.
 func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err error) {
 	b := x.b
-	if x.slot, err = b.slots.take(x.id); err != nil {
+	if x.slot, err = b.slots.take(x.id, open); err != nil {
 		return err
 	}
 	x.undo.push("release uid slot", func(context.Context) error { b.slots.release(x.slot, x.id); return nil })

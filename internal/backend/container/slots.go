@@ -2,6 +2,7 @@ package container
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -17,39 +18,44 @@ const (
 	DefaultSlots   = 4000
 )
 
-// slots hands out uid ranges. A slot belongs to one living sandbox; it is given again as late as possible, so that what a kernel
-// worker still removes of the last holder (a namespace, a device named by the slot) is gone by then.
+// slots hands out uid ranges. A slot belongs to one living sandbox; it is released when nothing of that one is left, the network
+// device included. The one released last is given first, since the keeper still has its user namespaces (two for each slot, dear to
+// make); a sandbox of network open gets the one that has rested longest, so that connections tracked for its address are forgotten.
 type slots struct {
 	base  uint32
 	count int
 
 	mu   sync.Mutex
 	used map[int]sandbox.ID
-	next int
+	free []int // the one released last is at the end
 }
 
 func newSlots(base uint32, count int) (*slots, error) {
 	if base < 65536 || count < 1 || uint64(base)+uint64(count)*slotWidth > 1<<32-2 {
 		return nil, fmt.Errorf("uid range: %d slots of %d from %d do not fit between 65536 and 4294967294: %w", count, slotWidth, base, sandbox.ErrInvalid)
 	}
-	return &slots{base: base, count: count, used: map[int]sandbox.ID{}}, nil
+	s := &slots{base: base, count: count, used: map[int]sandbox.ID{}}
+	for n := count - 1; n >= 0; n-- {
+		s.free = append(s.free, n)
+	}
+	return s, nil
 }
 
-// take gives a free slot to the sandbox.
-func (s *slots) take(id sandbox.ID) (int, error) {
+// take gives a free slot to the sandbox: the one that rested longest, or the one released last.
+func (s *slots) take(id sandbox.ID, rested bool) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.used) >= s.count {
+	if len(s.free) == 0 {
 		return 0, fmt.Errorf("uid range: all %d slots are in use: %w", s.count, sandbox.ErrExhausted)
 	}
-	for {
-		n := s.next
-		s.next = (s.next + 1) % s.count
-		if _, taken := s.used[n]; !taken {
-			s.used[n] = id
-			return n, nil
-		}
+	at := len(s.free) - 1
+	if rested {
+		at = 0
 	}
+	n := s.free[at]
+	s.free = slices.Delete(s.free, at, at+1)
+	s.used[n] = id
+	return n, nil
 }
 
 // claim marks a slot as the sandbox's, for recovery. It is idempotent for the same sandbox.
@@ -62,6 +68,9 @@ func (s *slots) claim(n int, id sandbox.ID) error {
 	if holder, taken := s.used[n]; taken && holder != id {
 		return fmt.Errorf("uid slot %d: held by %s: %w", n, holder, sandbox.ErrExists)
 	}
+	if i := slices.Index(s.free, n); i >= 0 {
+		s.free = slices.Delete(s.free, i, i+1)
+	}
 	s.used[n] = id
 	return nil
 }
@@ -70,8 +79,9 @@ func (s *slots) claim(n int, id sandbox.ID) error {
 func (s *slots) release(n int, id sandbox.ID) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.used[n] == id {
+	if holder, held := s.used[n]; held && holder == id {
 		delete(s.used, n)
+		s.free = append(s.free, n)
 	}
 }
 

@@ -23,7 +23,7 @@ func TestSlotsAreNeverShared(t *testing.T) {
 			id := sandbox.NewID(host)
 			switch rapid.IntRange(0, 2).Draw(t, "act") {
 			case 0:
-				n, err := s.take(id)
+				n, err := s.take(id, rapid.Bool().Draw(t, "rested"))
 				if len(holder) == count {
 					if !errors.Is(err, sandbox.ErrExhausted) {
 						t.Fatalf("take with all held: %v", err)
@@ -46,7 +46,9 @@ func TestSlotsAreNeverShared(t *testing.T) {
 			case 2:
 				n := rapid.IntRange(0, count-1).Draw(t, "slot")
 				s.release(n, id) // not the holder: without effect
-				s.release(n, holder[n])
+				if holder[n] != "" {
+					s.release(n, holder[n])
+				}
 				delete(holder, n)
 			}
 			if s.held() != len(holder) {
