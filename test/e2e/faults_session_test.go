@@ -159,7 +159,7 @@ func TestSessionsKeepTheirState(t *testing.T) {
 			{"cd /usr; B=2; export C=3; umask 077", ""},
 			{"pwd; echo $A $B $C; umask; sh -c 'echo $B$C'", "/usr\nof the session 2 3\n0077\n3\n"},
 			{"(sleep 30) & echo started", "started\n"},
-			{"jobs >/tmp/j-$$; grep -c sleep /tmp/j-$$; kill $! && echo found; wait; echo $?", "1\nfound\n0\n"},
+			{"jobs >/tmp/j-$$; grep -c Running /tmp/j-$$; kill $! && echo found; wait; echo $?", "1\nfound\n0\n"},
 			{"id -u", "1000\n"},
 		} {
 			if r := soon(t, ses, c.text); string(r.Stdout) != c.want {
