@@ -49,7 +49,8 @@ def resolve(url: Optional[str], key: Optional[str], key_file: Optional[str], tim
         path = path[2:] if path.startswith("//") else path
         if not path:
             raise Invalid(f"url {url!r}: want unix:/path")
-        return Config(url, "http://dsec", "dsec", "", path, None, None, _key(key, key_file, os.path.join(os.path.dirname(path), "key")), timeout)
+        secret = _key(key, key_file, os.path.join(os.path.dirname(path), "key"))
+        return Config(url, "http://dsec", "dsec", "", path, None, None, secret, timeout)
     try:
         u = urlsplit(url)
         secure = u.scheme == "https"
@@ -60,7 +61,8 @@ def resolve(url: Optional[str], key: Optional[str], key_file: Optional[str], tim
         raise Invalid(f"url {url!r}: want http://host:port, https://host:port or unix:/path")
     context = (tls or ssl.create_default_context()) if secure else None
     prefix = u.path.rstrip("/")
-    return Config(url, f"{u.scheme}://{u.netloc}{prefix}", u.netloc, prefix, None, (u.hostname, port), context, _key(key, key_file, DEFAULT_KEY_FILE), timeout)
+    secret = _key(key, key_file, DEFAULT_KEY_FILE)
+    return Config(url, f"{u.scheme}://{u.netloc}{prefix}", u.netloc, prefix, None, (u.hostname, port), context, secret, timeout)
 
 
 def _key(key: Optional[str], stated: Optional[str], default: str) -> str:

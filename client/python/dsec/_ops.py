@@ -14,7 +14,9 @@ from typing import Collection, Generator, Iterator, List, Mapping, Optional, Seq
 
 from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, milliseconds, put, put_list, text_of
 from .errors import DeadlineExceeded, DsecError, Invalid, NotFound, Unavailable, unclear
-from .model import Chunk, CommandInfo, Environment, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult
+from .model import (
+    Chunk, CommandInfo, Environment, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult,
+)
 from .options import Env
 
 T = TypeVar("T")
@@ -50,7 +52,7 @@ Op = Generator[Union[Call, Sleep], JSON, T]
 class Attempts:
     """How often and how long a call is tried."""
 
-    DELAYS = (0.02, 0.1, 0.3, 1.0, 2.0, 3.0)  # seconds between attempts, each stretched by up to a half
+    DELAYS = (0.02, 0.1, 0.3, 1.0, 2.0, 3.0, 4.0, 5.0)  # seconds between attempts, each stretched by up to a half
 
     def __init__(self, timeout: float, safe: bool) -> None:
         self.deadline = time.monotonic() + timeout
@@ -120,7 +122,7 @@ def create(body: JSON, timeout: float) -> Op[Tuple[SandboxInfo, bool]]:
     own = "key" not in body
     body = dict(body, key=body.get("key") or new_key())
     stop = without_empty({"key": body["key"], "job": body.get("job"), "name": body.get("name")})
-    wait = max(timeout, int(str(body.get("deadline_ms", 0))) / 1000 + 30)
+    wait = _create_time(body, timeout)
     try:
         f = Fields((yield Call("SandboxService/Create", body, timeout=wait)))
     except GeneratorExit:
@@ -135,12 +137,18 @@ def create(body: JSON, timeout: float) -> Op[Tuple[SandboxInfo, bool]]:
     return SandboxInfo.of(f.sub("sandbox")), f.flag("existed")
 
 
+def _create_time(body: JSON, timeout: float) -> float:
+    """Longer than the server's own deadline when one is stated."""
+    deadline = body.get("deadline_ms")
+    return deadline / 1000 + 30 if isinstance(deadline, int) else timeout
+
+
 def create_batch(body: JSON, n: int, all_or_none: bool, timeout: float) -> Op[Tuple[List[SandboxInfo], List[ItemError]]]:
     """N sandboxes under the keys K/1 to K/N, with the same promise for a cancelled one as `create`."""
     own = "key" not in body
     key = body.get("key") or new_key()
     stops = [without_empty({"key": f"{key}/{i + 1}", "job": body.get("job")}) for i in range(min(n, 10_000))]
-    wait = max(timeout, int(str(body.get("deadline_ms", 0))) / 1000 + 30, n / 20)
+    wait = max(_create_time(body, timeout), n / 20)
     try:
         f = Fields((yield Call("SandboxService/CreateBatch", {"request": dict(body, key=key), "count": n, "all": all_or_none}, timeout=wait)))
     except GeneratorExit:
@@ -252,10 +260,12 @@ def argv_of(argv: Sequence[Union[Octets, Sequence[Octets]]]) -> List[Octets]:
 def start_body(
     sandbox: str, *, argv: Optional[Sequence[Octets]] = None, session: str = "", text: Octets = "", id: str = "", env: Optional[Env] = None,
     secret_env: Collection[Octets] = (), cwd: Octets = "", user: str = "", stdin: Octets = b"", timeout: Optional[float] = None,
-    output_cap: int = 0, stdin_open: bool = False, terminal: Optional[Tuple[int, int]] = None,
+    output_cap: int = 0, stdin_open: Optional[bool] = None, terminal: Optional[Tuple[int, int]] = None,
 ) -> JSON:
     if timeout is not None and not timeout > 0:
         raise Invalid(f"timeout {timeout}: want seconds above 0, or None for no limit")
+    if stdin_open is None:
+        stdin_open = terminal is not None
     body = without_empty({
         "session": session, "env": env_vars(env, secret_env), "user": user, "timeout_ms": milliseconds(timeout, "timeout"),
         "output_cap": output_cap, "stdin_open": stdin_open, "stdin": base64_of(encode(stdin, "stdin")),
@@ -367,7 +377,7 @@ class Resuming:
         self._failures += 1
         if self._failures > 20:
             raise e
-        return min(0.05 * 2 ** min(self._failures, 5), 1.0) * (1 + random.random() / 2)
+        return float(min(0.05 * (1 << min(self._failures, 5)), 1.0)) * (1 + random.random() / 2)
 
 
 class OutputCursor(Resuming):
@@ -382,7 +392,10 @@ class OutputCursor(Resuming):
         self.outcome: Optional[Outcome] = None
 
     def body(self) -> JSON:
-        return {"sandbox": self._sandbox, "id": self._id, "stdout_offset": self._at["stdout"], "stderr_offset": self._at["stderr"], "late": self._late}
+        return {
+            "sandbox": self._sandbox, "id": self._id, "late": self._late,
+            "stdout_offset": self._at["stdout"], "stderr_offset": self._at["stderr"],
+        }
 
     def take(self, f: Fields) -> Iterator[Chunk]:
         self.progress()

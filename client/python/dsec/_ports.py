@@ -27,12 +27,15 @@ class HttpResponse:
 
     @property
     def text(self) -> str:
+        """The body as text; what is not UTF-8 is replaced."""
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> object:
+        """The body as JSON; ValueError when it is none."""
         return json.loads(self.body)
 
     def header(self, name: str) -> Optional[str]:
+        """The first header of that name, None when there is none."""
         for k, v in self.headers:
             if k == name.lower():
                 return v

@@ -55,7 +55,7 @@ class CommandOptions(TypedDict, total=False):
 class StartOptions(CommandOptions, total=False):
     """Of a command that is started and not waited for."""
 
-    stdin_open: bool  # more comes by Process.write
+    stdin_open: bool  # more comes by Process.write; with a terminal that is the default
     terminal: Tuple[int, int]  # rows, columns
 
 

@@ -79,8 +79,8 @@ class AsyncFiles:
     async def write(
         self, path: Octets, data: AsyncSource, *, mode: Mode = None, parents: bool = True, step: str = "", timeout: Optional[float] = None
     ) -> WriteResult:
-        """Creates or replaces a file. `data` is str (as UTF-8), bytes, a file opened for octets, or an iterable or async iterable of bytes; the last two can't
-        be sent again when the connection breaks. `mode` is 0o644 for a new file, or as given, also for one that exists."""
+        """Creates or replaces a file. `data` is str (as UTF-8), bytes, a file opened for octets, or an iterable (plain or async) of bytes;
+        the last can't be sent again when the connection breaks. `mode` is 0o644 for a new file, or as given, also for one that exists."""
         return await self._write(path, data, mode, parents, step, False, None, timeout)
 
     async def append(
@@ -133,7 +133,8 @@ class AsyncFiles:
     upload_tree = upload
 
     async def upload_tar(
-        self, tar: Union[AsyncSource, Callable[[], Iterator[bytes]]], path: Octets, *, parents: bool = True, keep_owner: bool = False, step: str = "", timeout: Optional[float] = None
+        self, tar: Union[AsyncSource, Callable[[], Iterator[bytes]]], path: Octets, *, parents: bool = True, keep_owner: bool = False,
+        step: str = "", timeout: Optional[float] = None,
     ) -> UploadResult:
         """Lays a tar (uncompressed) into a folder: bytes, a file, an iterable of bytes, or a callable that makes one anew."""
         body: Union[Body, AsyncBody]

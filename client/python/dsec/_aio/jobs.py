@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class AsyncJob:
-    """A group of sandboxes with a lease that a task renews: when this process or its event loop ends, the job ends within the lease. As a context manager it
-    is stopped at the end of the block."""
+    """A group of sandboxes with a lease that a task renews: when this process or its event loop ends, the job ends within the lease. As a
+    context manager it is stopped at the end of the block."""
 
     def __init__(self, client: AsyncClient, transport: Transport, name: str, lease: float) -> None:
         self._client = client

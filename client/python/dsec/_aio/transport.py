@@ -242,7 +242,7 @@ class Transport:
         merged.update(headers)
         head = http1.request_head(method, self.config.prefix + target, merged, size)
         c = await self._take(deadline, fresh)
-        early: Optional["asyncio.Future[bytes]"] = None
+        early: Optional["asyncio.Future[None]"] = None
         try:
             c.arm(deadline)
             reader = http1.Reader(method)
@@ -250,11 +250,10 @@ class Transport:
                 await c.send(head + (_whole(body) if isinstance(body, Body) else b""))
             else:
                 await c.send(head)
-                early = asyncio.ensure_future(c.recv())
+                early = asyncio.ensure_future(_read_head(c, reader))
                 c.spent = await self._send(c, body, early)
-                reader.feed(await early)
-            while reader.head is None:
-                reader.feed(await c.recv())
+                await early
+            await _read_head(c, reader)
             return Response(self, c, reader)
         except SourceError as e:
             c.close()
@@ -269,7 +268,7 @@ class Transport:
             if early is not None and not early.cancel() and not early.cancelled():
                 early.exception()  # is told already
 
-    async def _send(self, c: Connection, body: Union[Body, AsyncBody], early: "asyncio.Future[bytes]") -> bool:
+    async def _send(self, c: Connection, body: Union[Body, AsyncBody], early: "asyncio.Future[None]") -> bool:
         """Sends a body; True when the server answered before it had read all, so that the rest was not sent. A body's source may block
         (a file), so it is read in a thread."""
         pieces = body.open() if isinstance(body, Body) else None
@@ -283,6 +282,7 @@ class Transport:
                     else:
                         assert more is not None
                         piece = await _anext(more)
+                        await asyncio.sleep(0)  # so that an early answer is seen
                 except OSError as e:
                     raise SourceError(e) from e
                 data = b""
@@ -295,7 +295,7 @@ class Transport:
                 try:
                     await c.send(data)
                 except (BrokenPipeError, ConnectionResetError):
-                    if c.expired or not early.done() or early.exception() is not None or not early.result():
+                    if c.expired or not early.done() or early.exception() is not None:
                         raise
                     return True
                 if piece is None:
@@ -426,6 +426,11 @@ class AsyncBody:
 
     def open(self) -> AsyncIterator[bytes]:
         return self._pieces
+
+
+async def _read_head(c: Connection, reader: http1.Reader) -> None:
+    while reader.head is None:
+        reader.feed(await c.recv())
 
 
 def _next(pieces: Iterator[bytes]) -> Optional[bytes]:

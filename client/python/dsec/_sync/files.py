@@ -129,7 +129,8 @@ class Files:
     upload_tree = upload
 
     def upload_tar(
-        self, tar: Union[Source, Callable[[], Iterator[bytes]]], path: Octets, *, parents: bool = True, keep_owner: bool = False, step: str = "", timeout: Optional[float] = None
+        self, tar: Union[Source, Callable[[], Iterator[bytes]]], path: Octets, *, parents: bool = True, keep_owner: bool = False,
+        step: str = "", timeout: Optional[float] = None,
     ) -> UploadResult:
         """Lays a tar (uncompressed) into a folder: bytes, a file, an iterable of bytes, or a callable that makes one anew."""
         body = again(tar) if callable(tar) else body_of(tar)

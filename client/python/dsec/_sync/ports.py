@@ -131,6 +131,7 @@ class RawConnection:
             raise Unavailable(f"connection to the port broke off: {e}") from None
 
     def close(self) -> None:
+        """Closes it."""
         self._c.close()
 
     def __enter__(self) -> RawConnection:

@@ -241,7 +241,7 @@ class Transport:
             try:
                 c.send(pending, deadline)
             except (BrokenPipeError, ConnectionResetError):
-                if first or not c.readable():
+                if not c.readable():
                     raise
                 c.spent = True
                 return
