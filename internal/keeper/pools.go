@@ -136,7 +136,11 @@ func (s *slots) ask(ids []syscall.SysProcIDMap) (int, error) {
 		return -1, err
 	}
 	var b [4]byte
-	if n, err := unix.Read(s.maker, b[:]); err != nil || n != 4 {
+	n, err := unix.Read(s.maker, b[:])
+	for err == unix.EINTR { // a read with a bound is not begun again by the kernel, and the runtime's signals are frequent under load
+		n, err = unix.Read(s.maker, b[:])
+	}
+	if err != nil || n != 4 {
 		return -1, fmt.Errorf("maker of user namespaces: %d octets: %w", n, errors.Join(err, unix.EPIPE))
 	}
 	pid := int(int32(binary.LittleEndian.Uint32(b[:])))
@@ -148,7 +152,7 @@ func (s *slots) ask(ids []syscall.SysProcIDMap) (int, error) {
 	for _, m := range ids {
 		text += fmt.Sprintf("%d %d %d\n", m.ContainerID, m.HostID, m.Size)
 	}
-	err := errors.Join(writeFile(proc+"/uid_map", text), writeFile(proc+"/gid_map", text))
+	err = errors.Join(writeFile(proc+"/uid_map", text), writeFile(proc+"/gid_map", text))
 	fd := -1
 	if err == nil {
 		fd, err = unix.Open(proc+"/ns/user", unix.O_RDONLY|unix.O_CLOEXEC, 0)
