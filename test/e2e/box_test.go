@@ -12,7 +12,6 @@ import (
 	"path"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -340,8 +339,6 @@ func without(list []string, word string) []string {
 	}
 	return out
 }
-
-const sigTerm = syscall.SIGTERM
 
 // peek is what a running command has written to its standard output.
 func peek(t testing.TB, s *service, sb *client.Sandbox, id string) ([]byte, error) {

@@ -114,13 +114,7 @@ func TestB15LastBytesOverACrash(t *testing.T) {
 	if err := sb.Close(); err != nil {
 		t.Error(err)
 	}
-	s.args = without(s.args, "--keep")
-	if err := s.finish(sigTerm); err != nil {
-		t.Error(err)
-	}
-	if err := s.begin(); err != nil { // ends all at its end
-		t.Error(err)
-	}
+	s.stopKept(t)
 }
 
 // each runs f n times, at most at once at a time.
