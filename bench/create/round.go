@@ -51,6 +51,16 @@ func (c candidate) round(ctx context.Context, r *result, cycles int) error {
 	}
 	r.gaps.Join(s)
 	self := func() (time.Duration, error) { return measure.Self(), nil }
+	up, keeper, err := c.Parts()
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if u, k, err := c.Parts(); err == nil {
+			measure.Note("of the processes' CPU time: dsec up %.2f ms, keeper and sandboxes %.2f ms a cycle",
+				measure.Ms(u-up)/float64(cycles), measure.Ms(k-keeper)/float64(cycles))
+		}
+	}()
 	return r.window(ctx, cycles, c.CPU, self, func() (time.Duration, error) {
 		start := time.Now()
 		if err := c.load(ctx, cycles); err != nil {
@@ -86,10 +96,9 @@ func peerRound(ctx context.Context, p *peer.Peer, row peer.Row, r *result, round
 // when the candidate does nothing.
 func (r *result) window(ctx context.Context, cycles int, group, client func() (time.Duration, error), load func() (time.Duration, error)) error {
 	const idleFor, after = 1500 * time.Millisecond, 1500 * time.Millisecond
-	start := time.Now()
-	var reads [3]measure.CPU
+	var reads [3]measure.Reading
 	take := func(i int) (err error) {
-		reads[i], err = measure.Read(start, group, client)
+		reads[i], err = measure.Read(group, client)
 		return err
 	}
 	time.Sleep(after) // what the turns before left to the kernel
@@ -108,8 +117,8 @@ func (r *result) window(ctx context.Context, cycles int, group, client func() (t
 	if err := take(2); err != nil {
 		return err
 	}
-	idle := reads[1].Sub(reads[0])
-	spent := reads[2].Sub(reads[1]).Less(idle)
+	idle := reads[1].Since(reads[0])
+	spent := reads[2].Since(reads[1]).Less(idle)
 	measure.Note("idle: machine %.1f%%, kernel threads %.1f%%, candidate %.1f%% of one CPU (taken off); window %.1f s, %d cycles",
 		share(idle.Machine, idle), share(idle.Kernel, idle), share(idle.Group, idle), wall.Seconds(), cycles)
 	n := float64(cycles)

@@ -37,19 +37,30 @@ func Busy() (time.Duration, error) {
 
 const kthreadFlag = 0x00200000 // PF_KTHREAD in /proc/PID/stat
 
-// KernelThreads is the CPU time of the kernel's own threads since they began. Those that ended in between are lost, as are ticks
-// that a thread slipped through; over seconds that evens out.
-func KernelThreads() (time.Duration, error) {
+// Threads is the CPU time of threads since they began, by their numbers.
+type Threads map[string]time.Duration
+
+// since is the time spent after an earlier reading: of those that were there then the difference, of new ones all.
+func (t Threads) since(o Threads) (sum time.Duration) {
+	for id, d := range t {
+		sum += max(0, d-o[id])
+	}
+	return sum
+}
+
+// KernelThreads reads the kernel's own threads. Those that end before the next reading are lost, as are ticks that a thread slips
+// through; over seconds that evens out.
+func KernelThreads() (Threads, error) {
 	dir, err := os.Open("/proc")
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	defer dir.Close()
 	names, err := dir.Readdirnames(-1)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	var sum int64
+	all := Threads{}
 	for _, n := range names {
 		if n[0] < '0' || n[0] > '9' {
 			continue
@@ -71,9 +82,9 @@ func KernelThreads() (time.Duration, error) {
 		}
 		u, _ := strconv.ParseInt(f[11], 10, 64)
 		s, _ := strconv.ParseInt(f[12], 10, 64)
-		sum += u + s
+		all[n] = time.Duration(u+s) * tick
 	}
-	return time.Duration(sum) * tick, nil
+	return all, nil
 }
 
 // Self is the CPU time of this process, its children apart.
@@ -85,7 +96,30 @@ func Self() time.Duration {
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
-// CPU is what was spent up to a moment, or between two.
+// Reading is the state of all clocks at a moment.
+type Reading struct {
+	at                     time.Time
+	machine, group, client time.Duration
+	kernel                 Threads
+}
+
+// Read takes a reading of the machine, of the candidate's processes (group) and of the load client.
+func Read(group, client func() (time.Duration, error)) (r Reading, err error) {
+	r.at = time.Now()
+	if r.machine, err = Busy(); err != nil {
+		return r, err
+	}
+	if r.kernel, err = KernelThreads(); err != nil {
+		return r, err
+	}
+	if r.group, err = group(); err != nil {
+		return r, err
+	}
+	r.client, err = client()
+	return r, err
+}
+
+// CPU is what was spent between two readings.
 type CPU struct {
 	Wall    time.Duration
 	Machine time.Duration // all, see Busy
@@ -94,27 +128,9 @@ type CPU struct {
 	Client  time.Duration // the load client
 }
 
-// Read takes a reading. group and client may be nil.
-func Read(start time.Time, group func() (time.Duration, error), client func() (time.Duration, error)) (CPU, error) {
-	c := CPU{Wall: time.Since(start)}
-	var err error
-	for _, f := range []struct {
-		to   *time.Duration
-		from func() (time.Duration, error)
-	}{{&c.Machine, Busy}, {&c.Kernel, KernelThreads}, {&c.Group, group}, {&c.Client, client}} {
-		if f.from == nil {
-			continue
-		}
-		if *f.to, err = f.from(); err != nil {
-			return c, err
-		}
-	}
-	return c, nil
-}
-
-// Sub is what was spent since an earlier reading.
-func (c CPU) Sub(o CPU) CPU {
-	return CPU{c.Wall - o.Wall, c.Machine - o.Machine, c.Kernel - o.Kernel, c.Group - o.Group, c.Client - o.Client}
+// Since is what was spent after an earlier reading.
+func (r Reading) Since(o Reading) CPU {
+	return CPU{Wall: r.at.Sub(o.at), Machine: r.machine - o.machine, Kernel: r.kernel.since(o.kernel), Group: r.group - o.group, Client: r.client - o.client}
 }
 
 // Less takes off what an idle machine spends in the same time.

@@ -115,10 +115,8 @@ func (s *Server) connect(ctx context.Context) (*client.Client, error) {
 	}
 }
 
-// Options of a small sandbox on the root file system.
-func (s *Server) Options() client.Options {
-	return client.Options{Layers: []string{s.Layer}, Memory: 256 << 20, Disk: 256 << 20, Pids: 256}
-}
+// Options of a sandbox on the root file system, with the platform's default limits.
+func (s *Server) Options() client.Options { return client.Options{Layers: []string{s.Layer}} }
 
 // keeper is the group in which the keeper and all sandboxes are.
 func (s *Server) keeper() (*Group, error) {
@@ -165,8 +163,7 @@ func (s *Server) Pids() (up, keeper int, others []int, err error) {
 		return 0, 0, nil, err
 	}
 	for _, p := range k.Pids() {
-		name, _ := os.ReadFile("/proc/" + strconv.Itoa(p) + "/comm")
-		if strings.TrimSpace(string(name)) == filepath.Base(s.bin) {
+		if exe, _ := os.Readlink("/proc/" + strconv.Itoa(p) + "/exe"); exe == s.bin {
 			keeper = p
 		} else {
 			others = append(others, p)

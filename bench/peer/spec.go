@@ -16,8 +16,8 @@ import (
 const (
 	uidBase     = 1_900_000_000 // first host id of the mapped rows
 	ids         = 65536
-	memoryLimit = 256 << 20
-	pidsLimit   = 256
+	memoryLimit = 2 << 30
+	pidsLimit   = 4096
 )
 
 // object is a part of a runtime's configuration.
