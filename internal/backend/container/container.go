@@ -247,6 +247,12 @@ func (b *Backend) Run(ctx context.Context) error {
 	}()
 	for first := true; ; {
 		client, err := b.connect(ctx)
+		if err == nil {
+			if err = b.took(ctx, client, first, &wg); err != nil {
+				client.Close()
+				client = nil
+			}
+		}
 		switch {
 		case ctx.Err() != nil:
 			b.setClient(nil, fmt.Errorf("container: driver has ended: %w", sandbox.ErrState))
@@ -265,7 +271,6 @@ func (b *Backend) Run(ctx context.Context) error {
 			}
 			continue
 		}
-		b.took(ctx, client, first, &wg)
 		first = false
 		b.setClient(client, nil)
 		select {
@@ -324,7 +329,21 @@ func (b *Backend) connect(ctx context.Context) (*keeper.Client, error) {
 }
 
 // took looks at the keeper of a new connection: another one than before means that its sandboxes are gone.
-func (b *Backend) took(ctx context.Context, c *keeper.Client, first bool, wg *sync.WaitGroup) {
+func (b *Backend) took(run context.Context, c *keeper.Client, first bool, wg *sync.WaitGroup) error {
+	ctx, cancel := context.WithTimeout(run, connectBound)
+	defer cancel()
+	mounted, err := c.Layers(ctx)
+	if err != nil {
+		return fmt.Errorf("list mounted layers: %w", err)
+	}
+	if first {
+		// Without this list events of sandboxes that wait to be taken back would count as owed to nobody.
+		alive, err := c.List(ctx)
+		if err != nil {
+			return fmt.Errorf("list living sandboxes: %w", err)
+		}
+		b.foundAlive(alive)
+	}
 	info := c.Info()
 	b.mu.Lock()
 	same := b.keeper.Pid == info.Pid && b.keeper.Started.Equal(info.Started)
@@ -333,27 +352,17 @@ func (b *Backend) took(ctx context.Context, c *keeper.Client, first bool, wg *sy
 	b.mu.Unlock()
 	if !first && !same {
 		b.log.Error("the keeper died; its sandboxes are gone", "keeper", info.Pid)
-		b.keeperLost(ctx, wg)
-	}
-	mounted, err := c.Layers(ctx)
-	if err != nil {
-		b.log.Error("list mounted layers", "err", err)
+		b.keeperLost(run, wg)
 	}
 	if first || !same {
 		b.mounts.adopt(mounted)
 	}
-	if first {
-		alive, err := c.List(ctx)
-		if err != nil {
-			b.log.Error("list living sandboxes", "err", err)
-		}
-		b.foundAlive(alive)
-	}
 	if deliver {
 		if err := c.Deliver(ctx); err != nil {
-			b.log.Error("ask for events", "err", err)
+			return fmt.Errorf("ask for events: %w", err)
 		}
 	}
+	return nil
 }
 
 // foundAlive notes what lives, above all its uid slots, before anything is made.
@@ -524,7 +533,11 @@ func (b *Backend) Release(ctx context.Context) error {
 	b.mu.Lock()
 	b.released = true
 	b.mu.Unlock()
-	return errors.Join(c.Shutdown(ctx), b.net.release())
+	err = c.Shutdown(ctx)
+	if errors.Is(err, sandbox.ErrLost) {
+		err = nil // it ended before it answered
+	}
+	return errors.Join(err, b.net.release())
 }
 
 // Keeper is what the keeper said of itself at the last connection; zero before the first.

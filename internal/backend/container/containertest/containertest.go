@@ -19,6 +19,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/backend/backendtest"
 	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
@@ -140,7 +141,10 @@ func New(t testing.TB, o Options) *Env {
 	do(t, err)
 	e.Layer = string(d.ID)
 	e.openPool(t, filepath.Join(dir, "uppers"), o.Driver)
+	filter, err := confine.Container().Compile(false)
+	do(t, err)
 	e.Config = container.Config{
+		Seccomp:  filter,
 		Instance: instance, Host: "test", StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Slots: 256,
 		Keeper: []string{os.Args[0], "keeper"}, Guest: o.Guest, Network: o.Network,
 	}
