@@ -547,13 +547,20 @@ func (b *Backend) Keeper() keeper.Info {
 	return b.keeper
 }
 
-// Held names what the driver itself holds for sandboxes: registered ones and uid slots.
+// Held names what the driver itself holds for sandboxes: registered ones, uid slots and network devices.
 func (b *Backend) Held() []string {
+	out := b.slots.names()
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	var out []string
 	for id := range b.boxes {
 		out = append(out, "sandbox "+string(id))
 	}
-	return append(out, b.slots.names()...)
+	b.mu.Unlock()
+	links, err := b.net.left(nil)
+	if err != nil {
+		out = append(out, err.Error())
+	}
+	for _, l := range links {
+		out = append(out, "network device "+l.Attrs().Name)
+	}
+	return out
 }

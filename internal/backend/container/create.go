@@ -116,8 +116,13 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 		x.undo.push("wait for the network device's end", func(ctx context.Context) error { return b.net.waitGone(ctx, x.ifindex) })
 	}
 	x.undo.push("end processes", x.endProcesses)
+	if total := x.spec.Lifetime.Total; total > 0 {
+		birth.Deadline = time.Now().Add(total)
+	}
 	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), birthBound)
 	defer cancel()
+	x.room.Store(x.limit)
+	x.disk.Store(time.Now().UnixNano()) // nothing is in the upper yet
 	born, err := c.Create(bound, birth)
 	if err != nil {
 		return keeperSaid{err}
@@ -127,13 +132,12 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 			return err
 		}
 	}
-	if total := x.spec.Lifetime.Total; total > 0 {
-		if err := c.SetDeadline(bound, x.id, keeper.DeadlineTotal, time.Now().Add(total), totalCause); err != nil {
-			return err
-		}
+	sums := born.Laid
+	if sums == nil { // a keeper of an earlier version does not tell
+		sums = laidFiles(u.Dir)
 	}
 	x.handle, err = json.Marshal(handle{
-		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: laidFiles(u.Dir),
+		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: sums,
 	})
 	if err != nil {
 		return err

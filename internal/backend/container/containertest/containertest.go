@@ -276,14 +276,6 @@ func (e *Env) Left(t testing.TB) []string {
 			out = append(out, "mount "+strings.TrimSpace(line))
 		}
 	}
-	links, err := os.ReadDir("/sys/class/net")
-	if err == nil {
-		for _, l := range links {
-			if strings.HasPrefix(l.Name(), "dsec") {
-				out = append(out, "device "+l.Name())
-			}
-		}
-	}
 	ids, err := e.Uppers.List()
 	do(t, err)
 	for _, id := range ids {
