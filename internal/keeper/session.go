@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strconv"
 	"strings"
@@ -180,11 +181,11 @@ func (s *session) keep(fds ...int) ([]uint32, error) {
 		return nil, err
 	}
 	if err := s.hold.Send(wire.THold, s.next, nil, fds...); err != nil {
-		return nil, fmt.Errorf("session %s: holder: %w", s.name, err)
+		return nil, s.holderError(err)
 	}
 	f, err := s.hold.ReadFrame()
 	if err != nil {
-		return nil, fmt.Errorf("session %s: holder: %w", s.name, err)
+		return nil, s.holderError(err)
 	}
 	f.CloseFDs()
 	m, err := wire.DecodeHeld(f.Body)
@@ -192,6 +193,15 @@ func (s *session) keep(fds ...int) ([]uint32, error) {
 		return nil, fmt.Errorf("session %s: holder: unexpected answer: %w", s.name, errors.Join(err, wire.ErrFormat))
 	}
 	return m.Numbers, nil
+}
+
+// holderError tells a holder that is gone from one that misbehaves: a session's end kills it a moment before the end is known here, and a
+// command that comes in between is refused like any later one.
+func (s *session) holderError(err error) error {
+	if errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("session %s has ended: %w", s.name, sandbox.ErrState)
+	}
+	return fmt.Errorf("session %s: holder: %w", s.name, err)
 }
 
 func (s *session) drop(nums []uint32) {
