@@ -14,6 +14,7 @@ from .errors import DsecError, Internal, Unavailable, VersionMismatch, from_code
 
 MAX_MESSAGE = 256 << 20  # octets; the server's largest answer is 192 MiB
 _END, _COMPRESSED = 2, 1
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
 
 
 def target(procedure: str) -> str:
@@ -33,7 +34,7 @@ def stream_headers(timeout: Optional[float]) -> Dict[str, str]:
 
 
 def dump(body: Mapping[str, object]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    return _encode(body).encode("utf-8")
 
 
 def load(data: bytes) -> JSON:

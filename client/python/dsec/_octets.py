@@ -146,9 +146,12 @@ class Fields:
         if not v:
             return None
         try:
-            head, _, fraction = v.rstrip("Z").partition(".")
-            t = datetime.datetime.strptime(head, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=datetime.timezone.utc)
-            return t.replace(microsecond=int((fraction + "000000")[:6]))
+            head, _, fraction = v.rstrip("Z").partition(".")  # not strptime: every outcome has two of these
+            date, _, clock = head.partition("T")
+            year, month, day = map(int, date.split("-"))
+            hour, minute, second = map(int, clock.split(":"))
+            micros = int((fraction + "000000")[:6])
+            return datetime.datetime(year, month, day, hour, minute, second, micros, datetime.timezone.utc)
         except ValueError:
             raise self._bad(name) from None
 

@@ -396,7 +396,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.fake.calls.append(("port", {"path": self.path, **{k.lower(): v for k, v in self.headers.items()}}))
         port = self.path.split("/")[4].split("?")[0]
         if port == "81":
-            return self.reply(404, b"dsec: nothing listens\n", "text/plain", Dsec_Error="not_found")
+            return self.reply(502, b"dsec: nothing listens\n", "text/plain", Dsec_Error="failed_precondition")
         upgrade = self.headers.get("Upgrade", "")
         if not upgrade:
             return self.reply(200 if port == "80" else 500, self.body() or b"hello", "text/plain", X_App="yes")

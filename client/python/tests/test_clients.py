@@ -15,7 +15,7 @@ from fake import Fake
 
 import dsec
 from dsec import (
-    CommandFailed, DeadlineExceeded, Denied, Exhausted, Lost, NotFound, Selector, Unavailable, VersionMismatch, WebSocketClosed,
+    CommandFailed, DeadlineExceeded, Denied, Exhausted, Lost, NotFound, Selector, State, Unavailable, VersionMismatch, WebSocketClosed,
 )
 from dsec._ops import Attempts, Resuming
 
@@ -199,7 +199,7 @@ def test_lost_lease(client, fake):
     until = time.monotonic() + 10
     while not (job.lost and job.error) and time.monotonic() < until:
         time.sleep(0.01)
-    assert job.lost and isinstance(job.error, Unavailable)
+    assert job.lost and isinstance(job.error, dsec.DsecError)
     job.detach()
 
 
@@ -365,9 +365,9 @@ def test_http_to_a_port(sb, fake):
     port.get("/", headers={"authorization": "app", "X-Api-Key": "app"})
     assert fake.calls[-1][1]["path"].endswith("/?dsec_key=dsec-test") and fake.calls[-1][1]["x-api-key"] == "app"
     assert sb.port(82).get("/").status == 500  # the application's own
-    with pytest.raises(NotFound, match="^nothing listens"):
+    with pytest.raises(State, match="^nothing listens"):
         sb.port(81).get("/")
-    with pytest.raises(NotFound):
+    with pytest.raises(State):
         sb.port(81).wait(timeout=0.05)
     with port.open("GET", "/") as r:
         assert b"".join(r.pieces()) == b"hello"
@@ -386,7 +386,7 @@ def test_upgrade(sb):
             c.recv(0.05)
         c.send(b"hello")
         assert c.recv(5) == b"HELLO"
-    with pytest.raises(NotFound):
+    with pytest.raises(State):
         sb.port(81).upgrade()
 
 

@@ -358,7 +358,7 @@ def test_watch(sb):
 
 def test_ports(sb):
     port = sb.port(8080)
-    with pytest.raises(NotFound):
+    with pytest.raises(State, match="nothing listens"):
         port.get("/")
     sb.sh("mkdir -p /www && echo page >/www/index.html && head -c 3000000 /dev/zero >/www/big && httpd -p 127.0.0.1:8080 -h /www").check()
     assert port.wait().text == "page\n"

@@ -13,7 +13,7 @@ from .. import _websocket as ws
 from .._body import Body, Source, body_of
 from .._ops import backoff_poll
 from .._ports import HttpResponse
-from ..errors import DeadlineExceeded, DsecError, Internal, NotFound, State, Unavailable
+from ..errors import DeadlineExceeded, DsecError, Internal, State, Unavailable
 from .transport import Connection, Response, Transport
 
 
@@ -63,7 +63,7 @@ class Port:
         while True:
             try:
                 return self.get(path, timeout=max(0.05, until - time.monotonic()))
-            except (NotFound, State, Unavailable):  # a port where nothing listens is not found
+            except (State, Unavailable):
                 pause = backoff_poll(attempt)
                 if time.monotonic() + pause >= until:
                     raise
