@@ -41,6 +41,8 @@ func testTerminals(t *testing.T, e *Env) {
 			t.Fatalf("stdin: %v", err)
 		}
 		b.waitText(t, id, sandbox.Stdout, "got ac\r\n/dev/pts/")
+		// The key must meet the program, not the shell between two of them.
+		eventually(t, func() bool { return b.out(t, "ps -o args | grep -c '[s]leep 300' || true") == "1\n" }, func() string { return "no sleep" })
 		if _, err := b.inst.Stdin(within(t), id, 5, []byte("\x03"), false); err != nil {
 			t.Fatalf("stdin: %v", err)
 		}
