@@ -42,7 +42,7 @@ func testTerminals(t *testing.T, e *Env) {
 		}
 		b.waitText(t, id, sandbox.Stdout, "got ac\r\n/dev/pts/")
 		// The key must meet the program, not the shell between two of them.
-		eventually(t, func() bool { return b.out(t, "ps -o args | grep -c '[s]leep 300' || true") == "1\n" }, func() string { return "no sleep" })
+		eventually(t, func() bool { return b.out(t, "ps -o args | grep -c '^sleep 300' || true") == "1\n" }, func() string { return "no sleep" })
 		if _, err := b.inst.Stdin(within(t), id, 5, []byte("\x03"), false); err != nil {
 			t.Fatalf("stdin: %v", err)
 		}
