@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sort"
 	"strconv"
@@ -259,6 +260,9 @@ func (s *service) nothingLeft() error {
 				found, _ := filepath.Glob(pattern + i)
 				left = append(left, found...)
 			}
+		}
+		if b, err := exec.Command("nft", "list", "tables").Output(); err == nil && strings.Contains(string(b), "dsec_"+s.instance()+"\n") {
+			left = append(left, "nft table dsec_"+s.instance())
 		}
 		loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 		for _, l := range loops {

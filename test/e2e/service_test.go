@@ -38,6 +38,7 @@ type service struct {
 	uid   uint32 // first of its sandboxes' uids
 	args  []string
 	env   []string
+	conf  string // more of its settings
 
 	mu  sync.Mutex
 	cmd *exec.Cmd
@@ -55,7 +56,7 @@ func newService(dir, role string, args ...string) *service {
 func (s *service) argv() []string {
 	args := []string{s.role, "--state", s.state, "--run", s.run}
 	if s.role != "gateway" {
-		args = append(args, "--uid-base", fmt.Sprint(s.uid), "--slots", fmt.Sprint(slots))
+		args = append(args, "--uid-base", fmt.Sprint(s.uid), "--slots", fmt.Sprint(slots), "--config", filepath.Join(s.dir, "conf"))
 	}
 	if s.role != "host" {
 		args = append(args, "--listen", "")
@@ -76,6 +77,14 @@ func (s *service) socket() string {
 func (s *service) begin() error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
+	}
+	if s.role != "gateway" {
+		// A range of its own: the built-in ones may be taken by other hosts of this machine.
+		n := int(s.uid-firstUID)/(slots*uidsPerBox) + os.Getpid()*8
+		conf := fmt.Sprintf("[network]\nranges = [%q]\n%s", fmt.Sprintf("10.%d.%d.0/22", 64+n>>6&63, n<<2&255), s.conf)
+		if err := os.WriteFile(filepath.Join(s.dir, "conf"), []byte(conf), 0o600); err != nil {
+			return err
+		}
 	}
 	log, err := os.OpenFile(s.logFile(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {

@@ -533,11 +533,13 @@ func (b *Backend) Release(ctx context.Context) error {
 	b.mu.Lock()
 	b.released = true
 	b.mu.Unlock()
+	// The network first: the keeper's end ends Run, which lets go of what release needs.
+	released := b.net.release()
 	err = c.Shutdown(ctx)
 	if errors.Is(err, sandbox.ErrLost) {
 		err = nil // it ended before it answered
 	}
-	return errors.Join(err, b.net.release())
+	return errors.Join(released, err)
 }
 
 // Keeper is what the keeper said of itself at the last connection; zero before the first.
