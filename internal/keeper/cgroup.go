@@ -147,6 +147,9 @@ type group struct {
 	// spent are groups that were killed. Since 6.14 a child that is cloned into a group with an earlier kill dies at once: the
 	// kernel compares the kill count of the parent's group with that of the new one.
 	spent sync.Map
+
+	peakMu sync.Mutex
+	peakFD int // memory.peak of v2, whose writer starts a new maximum for himself; 0 before the first try, -1 where it can't be
 }
 
 const spareGroups = 4
@@ -334,6 +337,7 @@ func (b *group) freeze(on bool, within time.Duration, sub ...string) error {
 
 // remove removes all groups of the sandbox; everything in them was killed before. It retries while the kernel still counts the dying.
 func (b *group) remove(within time.Duration) error {
+	b.closePeak()
 	end := time.Now().Add(within)
 	for _, c := range b.g.limits {
 		if err := rmdirRetry(b.v1(c), end); err != nil {
@@ -391,11 +395,59 @@ func (b *group) forksRefused() int64 {
 	return v
 }
 
-// resetPeak starts a new maximum of the sandbox's memory, where the kernel can.
+// resetPeak starts a new maximum of the sandbox's memory for stepPeak, where the kernel can: v1, and v2 from 6.12 on.
 func (b *group) resetPeak() bool {
-	return !b.g.in2["memory"] && writeFile(b.v1("memory")+"/memory.max_usage_in_bytes", "0") == nil
+	if !b.g.in2["memory"] {
+		return writeFile(b.v1("memory")+"/memory.max_usage_in_bytes", "0") == nil
+	}
+	b.peakMu.Lock()
+	defer b.peakMu.Unlock()
+	if b.peakFD == 0 {
+		b.peakFD = -1
+		if fd, err := unix.Open(b.v2("memory.peak"), unix.O_RDWR|unix.O_CLOEXEC, 0); err == nil {
+			b.peakFD = fd
+		}
+	}
+	if b.peakFD < 0 {
+		return false
+	}
+	if _, err := unix.Write(b.peakFD, []byte("reset\n")); err != nil {
+		unix.Close(b.peakFD)
+		b.peakFD = -1
+		return false
+	}
+	return true
 }
 
+// stepPeak is the maximum since resetPeak, if that did anything, else since the birth; -1 when it can't be read.
+func (b *group) stepPeak() int64 {
+	b.peakMu.Lock()
+	defer b.peakMu.Unlock()
+	if b.peakFD <= 0 {
+		return b.peak()
+	}
+	var buf [32]byte
+	n, err := unix.Pread(b.peakFD, buf[:], 0)
+	if err != nil {
+		return -1
+	}
+	v, err := strconv.ParseInt(string(bytes.TrimSpace(buf[:n])), 10, 64)
+	if err != nil {
+		return -1
+	}
+	return v
+}
+
+func (b *group) closePeak() {
+	b.peakMu.Lock()
+	defer b.peakMu.Unlock()
+	if b.peakFD > 0 {
+		unix.Close(b.peakFD)
+	}
+	b.peakFD = -1
+}
+
+// peak is the maximum since the birth on v2, since the last reset on v1.
 func (b *group) peak() int64 {
 	file := "memory.max_usage_in_bytes"
 	if b.g.in2["memory"] {

@@ -485,7 +485,7 @@ func (c *command) settle(o sandbox.Outcome) {
 	o.MemoryHit = now.oom > c.base.oom
 	o.PidsHit = now.refused > c.base.refused
 	if c.base.peak && !c.hidden {
-		if peak = b.grp.peak(); peak <= c.base.max {
+		if peak = b.grp.stepPeak(); peak <= c.base.max {
 			peak = -1
 		}
 	}
