@@ -81,7 +81,7 @@ fetch() {
 root() {
   [ -e "$cache/root.img" ] && return
   echo "== make the root"
-  debian bookworm "$work/root" busybox-static,btrfs-progs,e2fsprogs,nftables,iproute2,kmod,procps
+  debian bookworm "$work/root" busybox-static,btrfs-progs,e2fsprogs,erofs-utils,nftables,iproute2,kmod,procps
   debian trixie "$work/root/runtimes" nodejs,default-jre-headless
   mkdir -p "$work/root/disk" "$work/root/lib/modules"
   truncate -s 2G "$work/root.img"
@@ -120,11 +120,13 @@ second() { # kernel
     [ -z "$tests" ] || [[ " $tests " == *" $name "* ]] || continue
     mkdir -p "$dir/tests/$name"
     ln "$work/bin/$name.test" "$dir/tests/$name/$name.test"
+    cp internal/guest/binary/dist/dsec-guest "$dir/tests/$name/"
     [ ! -d "$package/testdata" ] || cp -a "$package/testdata" "$dir/tests/$name/"
     echo "$name $seconds /disk/tests/$name /disk/tests/$name/$name.test -test.v -test.timeout=${seconds}s ${filter:+-test.run=$filter}" >>"$dir/plan"
   done < <(programs)
   truncate -s 8G "$work/second-$1.img"
-  mke2fs -q -t ext4 -d "$dir" -L second "$work/second-$1.img"
+  # With project quotas, which init mounts on: they can't be tried where the kernel has none.
+  mke2fs -q -t ext4 -O quota,project -E quotatype=prjquota -d "$dir" -L second "$work/second-$1.img"
   rm -rf "$dir"
 }
 

@@ -104,7 +104,7 @@ func boot() error {
 			return fmt.Errorf("no /dev/vdb")
 		}
 	}
-	if err := mountAll(mount{"/dev/vda", "/new", "ext4", ""}, mount{"/dev/vdb", "/new" + disk, "ext4", ""}); err != nil {
+	if err := mountAll(mount{"/dev/vda", "/new", "ext4", ""}, mount{"/dev/vdb", "/new" + disk, "ext4", "prjquota"}); err != nil {
 		return err
 	}
 	for _, d := range []string{"proc", "sys", "dev"} {
@@ -144,6 +144,9 @@ func boot() error {
 		return err
 	}
 	if err := os.WriteFile("/sys/fs/cgroup/cgroup.subtree_control", []byte("+cpu +memory +pids +io"), 0); err != nil {
+		return err
+	}
+	if err := os.WriteFile("/proc/sys/kernel/pid_max", []byte("4194304"), 0); err != nil { // systemd's setting
 		return err
 	}
 	if err := unix.Sethostname([]byte("kernels")); err != nil {

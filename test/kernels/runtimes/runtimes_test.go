@@ -108,7 +108,7 @@ func TestRuntimesSeeTheLimit(t *testing.T) {
 		Resources: sandbox.Resources{Memory: 1 << 30, Disk: 64 << 20, Pids: 512, CPU: 1000}}
 	x, k := create(t, e, s)
 	const gib = "1073741824"
-	out := run(t, s, x, k, "see", "see")
+	out := run(t, s, x, k, "see", "see", "see")
 	fmt.Printf("seen: go: %s\n", strings.Join(strings.Fields(out), " "))
 	for _, want := range []string{"memory.max=" + gib + "\n", "cpu.max=100000 100000\n"} {
 		if !strings.Contains(out, want) {
@@ -183,7 +183,7 @@ func TestCommandGroups(t *testing.T) {
 			}
 		}
 	}
-	if got := run(t, s, x, k, "inside", "sh", "-c", `cd /sys/fs/cgroup/${1:-$(basename $(cat /proc/self/cgroup))}; cat memory.max cpu.max; (echo 1 >cpu.weight) 2>/dev/null || echo refused`); got != "268435456\n150000 100000\nrefused\n" {
+	if got := run(t, s, x, k, "inside", "sh", "-c", `cd /sys/fs/cgroup/$(basename $(cat /proc/self/cgroup)); cat memory.max cpu.max; (echo 1 >cpu.weight) 2>/dev/null || echo refused`); got != "268435456\n150000 100000\nrefused\n" {
 		t.Errorf("inside: %q", got)
 	}
 }
