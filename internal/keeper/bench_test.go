@@ -2,6 +2,7 @@ package keeper
 
 import (
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
@@ -10,15 +11,22 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-// cpu is the processor time of the keeper and the children it has reaped.
+// cpu is the processor time of the keeper and of all its sandboxes.
 func (h *house) cpu(b *testing.B) time.Duration {
 	b.Helper()
-	pid := h.c.Info().Pid
-	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		b.Fatal(err)
 	}
-	return statTime(string(data))
+	g, err := findCgroups("dsec-"+h.cfg.Instance, string(info))
+	if err != nil {
+		b.Fatal(err)
+	}
+	us, err := readKey(filepath.Join(g.v2, g.name, "cpu.stat"), "usage_usec")
+	if err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(us) * time.Microsecond
 }
 
 func BenchmarkHello(b *testing.B) {
@@ -89,6 +97,7 @@ func BenchmarkExecGap(b *testing.B) {
 
 func BenchmarkParallel8(b *testing.B) {
 	h := open(b)
+	before := h.cpu(b)
 	b.SetParallelism(4)
 	b.RunParallel(func(p *testing.PB) {
 		for p.Next() {
@@ -104,29 +113,7 @@ func BenchmarkParallel8(b *testing.B) {
 			}
 		}
 	})
-}
-
-func statTime(s string) time.Duration {
-	var t time.Duration
-	for i := range s {
-		if s[i] != ')' {
-			continue
-		}
-		var f [64]string
-		n := 0
-		for _, w := range strings.Fields(s[i+2:]) {
-			if n < len(f) {
-				f[n] = w
-				n++
-			}
-		}
-		for _, k := range []int{11, 12, 13, 14} { // utime, stime, cutime, cstime
-			ticks, _ := strconv.Atoi(f[k])
-			t += time.Duration(ticks) * 10 * time.Millisecond
-		}
-		return t
-	}
-	return t
+	b.ReportMetric(float64((h.cpu(b)-before).Microseconds())/float64(b.N), "cpu-us/op")
 }
 
 // BenchmarkIdle reports what an idle sandbox costs in the keeper.

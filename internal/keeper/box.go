@@ -33,6 +33,7 @@ type box struct {
 	ctl   *wire.Conn // to process 1
 	pid   int        // of process 1, our child until gone is closed
 	netns int
+	lent  bool          // the host was given the network namespace: something of it may live on
 	gone  chan struct{} // closed when process 1 is reaped and nothing of the sandbox runs
 
 	settled chan struct{}      // closed when create has returned, or has undone what it did
@@ -137,9 +138,13 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 		}
 		k.discard(append(r.garbage, r.overlay))
 	}()
-	if b.netns, err = k.netns.take(ctx); err != nil {
+	ns, err := k.netns.take(ctx)
+	if err != nil {
 		return err
 	}
+	b.mu.Lock()
+	b.netns = ns
+	b.mu.Unlock()
 	if err := b.grp.attach(b.pid); err != nil {
 		return err
 	}
@@ -512,10 +517,10 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 	}
 	k.mu.Unlock()
 	b.mu.Lock()
-	ns := b.netns
+	ns, lent := b.netns, b.lent
 	b.netns = -1
 	b.mu.Unlock()
-	if ns >= 0 {
+	if ns >= 0 && (lent || !k.netns.give(ns)) {
 		k.discard([]int{ns})
 	}
 	return nil
@@ -542,6 +547,17 @@ func (b *box) freeze(on bool) error {
 		c.clock(!on)
 	}
 	return nil
+}
+
+// lendNetns returns the network namespace, for the host.
+func (b *box) lendNetns() (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.netns < 0 || b.removed {
+		return -1, fmt.Errorf("sandbox %s is going or coming: %w", b.id, sandbox.ErrState)
+	}
+	b.lent = true
+	return unix.FcntlInt(uintptr(b.netns), unix.F_DUPFD_CLOEXEC, 0)
 }
 
 func (b *box) stats() (sandbox.Stats, error) {

@@ -193,7 +193,7 @@ func (h *house) birth() *Birth {
 		}
 	}
 	return &Birth{ID: sandbox.NewID("htest1"), Layers: []string{"base"}, UpperDir: dir + "/upper", WorkDir: dir + "/work",
-		UIDBase: 1_000_000_000 + (n%1024)*131072, Hostname: "box", Resources: sandbox.Resources{Memory: 256 << 20, Pids: 64},
+		UIDBase: 1_000_000_000 + (n%256)*131072, Hostname: "box", Resources: sandbox.Resources{Memory: 256 << 20, Pids: 64},
 		Network: sandbox.NetworkNone, Env: []string{"PATH=/bin:/usr/bin"}}
 }
 

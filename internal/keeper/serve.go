@@ -323,7 +323,7 @@ func (l *link) handleBox(ctx context.Context, f frame) (resp any, fds []int, err
 	}
 	switch f.op {
 	case opNetns:
-		fd, err := unix.FcntlInt(uintptr(b.netns), unix.F_DUPFD_CLOEXEC, 0)
+		fd, err := b.lendNetns()
 		if err != nil {
 			return nil, nil, fmt.Errorf("network namespace of %s: %w", b.id, err)
 		}
