@@ -137,6 +137,9 @@ func (s sandboxes) List(ctx context.Context, r *connect.Request[dsecv1.ListReque
 	if err != nil {
 		return nil, err
 	}
+	if err := checkStates(r.Msg.GetSelector().GetStates()); err != nil {
+		return nil, err
+	}
 	s.g.ready(ctx)
 	f := s.g.fleet.Fleet()
 	if len(f.Hosts) == 0 {
@@ -317,9 +320,13 @@ func checkSelector(s *dsecv1.Selector) error {
 	case len(s.Ids) > maxSelected:
 		return fmt.Errorf("selector.ids: %d given, at most %d: %w", len(s.Ids), maxSelected, sandbox.ErrInvalid)
 	}
-	for _, st := range s.States {
+	return checkStates(s.States)
+}
+
+func checkStates(states []string) error {
+	for _, st := range states {
 		if !slices.Contains([]sandbox.State{sandbox.Creating, sandbox.Running, sandbox.Pausing, sandbox.Paused, sandbox.Resuming, sandbox.Stopping, sandbox.Stopped, sandbox.Failed}, sandbox.State(st)) {
-			return fmt.Errorf("selector.states %q: no state of a sandbox: %w", st, sandbox.ErrInvalid)
+			return fmt.Errorf("selector.states %.80q: no state of a sandbox (creating, running, pausing, paused, resuming, stopping, stopped, failed): %w", st, sandbox.ErrInvalid)
 		}
 	}
 	return nil

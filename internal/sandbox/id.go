@@ -44,7 +44,7 @@ func NewKey() string { return "k-" + randomText(15) }
 // ParseID checks a sandbox ID that came over the wire.
 func ParseID(s string) (ID, error) {
 	if len(s) > MaxIDLength || !idPattern.MatchString(s) {
-		return "", fmt.Errorf("sandbox id %q: want <host>-<16 letters or digits>: %w", s, ErrInvalid)
+		return "", fmt.Errorf("sandbox id %.80q: want <host>-<16 letters or digits>: %w", s, ErrInvalid)
 	}
 	return ID(s), nil
 }
@@ -58,7 +58,7 @@ func (id ID) Host() HostID {
 // ParseHostID checks the identity of a host.
 func ParseHostID(s string) (HostID, error) {
 	if !hostPattern.MatchString(s) {
-		return "", fmt.Errorf("host id %q: want 6 to 20 lower-case letters and digits, a letter first: %w", s, ErrInvalid)
+		return "", fmt.Errorf("host id %.80q: want 6 to 20 lower-case letters and digits, a letter first: %w", s, ErrInvalid)
 	}
 	return HostID(s), nil
 }
@@ -67,9 +67,9 @@ func ParseHostID(s string) (HostID, error) {
 func CheckName(s string) error {
 	switch {
 	case len(s) > MaxIDLength || !labelPattern.MatchString(s):
-		return fmt.Errorf("name %q: want a DNS label (a-z, 0-9, inner hyphens) of at most %d characters: %w", s, MaxIDLength, ErrInvalid)
+		return fmt.Errorf("name %.80q: want a DNS label (a-z, 0-9, inner hyphens) of at most %d characters: %w", s, MaxIDLength, ErrInvalid)
 	case idPattern.MatchString(s):
-		return fmt.Errorf("name %q: looks like a sandbox id; choose another: %w", s, ErrInvalid)
+		return fmt.Errorf("name %.80q: looks like a sandbox id; choose another: %w", s, ErrInvalid)
 	}
 	return nil
 }
@@ -77,7 +77,7 @@ func CheckName(s string) error {
 // CheckKey reports whether s may be an idempotency key, a job name or a command ID. The field's name is put into the error.
 func CheckKey(field, s string) error {
 	if !keyPattern.MatchString(s) {
-		return fmt.Errorf("%s %q: want 1 to 200 of A-Z a-z 0-9 . _ : / @ + -: %w", field, s, ErrInvalid)
+		return fmt.Errorf("%s %.80q: want 1 to 200 of A-Z a-z 0-9 . _ : / @ + -: %w", field, s, ErrInvalid)
 	}
 	return nil
 }

@@ -160,13 +160,13 @@ func (s *Spec) Validate() error {
 		return err
 	}
 	if !labelPattern.MatchString(s.Hostname) {
-		return fmt.Errorf("hostname %q: want a DNS label: %w", s.Hostname, ErrInvalid)
+		return fmt.Errorf("hostname %.80q: want a DNS label: %w", s.Hostname, ErrInvalid)
 	}
 	if s.Network != NetworkNone && s.Network != NetworkOpen {
-		return fmt.Errorf("network %q: want none or open: %w", s.Network, ErrInvalid)
+		return fmt.Errorf("network %.80q: want none or open: %w", s.Network, ErrInvalid)
 	}
 	if s.Durability != DurabilityProcess && s.Durability != DurabilityHost {
-		return fmt.Errorf("durability %q: want process or host (store comes later): %w", s.Durability, ErrUnsupported)
+		return fmt.Errorf("durability %.80q: want process or host (store comes later): %w", s.Durability, ErrUnsupported)
 	}
 	if err := s.Lifetime.validate(); err != nil {
 		return err
@@ -181,9 +181,9 @@ func (l Lifetime) validate() error {
 	case l.Total > 0 && l.Total > 30*24*time.Hour:
 		return fmt.Errorf("total lifetime %v: at most 720h: %w", l.Total, ErrInvalid)
 	case l.OnIdle != EndStop && l.OnIdle != EndPause:
-		return fmt.Errorf("on_idle %q: want stop or pause: %w", l.OnIdle, ErrInvalid)
+		return fmt.Errorf("on_idle %.80q: want stop or pause: %w", l.OnIdle, ErrInvalid)
 	case l.OnTotal != EndStop:
-		return fmt.Errorf("on_total %q: only stop: %w", l.OnTotal, ErrInvalid)
+		return fmt.Errorf("on_total %.80q: only stop: %w", l.OnTotal, ErrInvalid)
 	}
 	return nil
 }
@@ -208,11 +208,11 @@ func (r Resources) validate() error {
 func CheckProject(p string) error {
 	parts := strings.Split(p, "/")
 	if len(parts) > 8 {
-		return fmt.Errorf("project %q: at most 8 levels: %w", p, ErrInvalid)
+		return fmt.Errorf("project %.80q: at most 8 levels: %w", p, ErrInvalid)
 	}
 	for _, l := range parts {
 		if !labelPattern.MatchString(l) {
-			return fmt.Errorf("project %q: want DNS labels joined by /: %w", p, ErrInvalid)
+			return fmt.Errorf("project %.80q: want DNS labels joined by /: %w", p, ErrInvalid)
 		}
 	}
 	return nil
