@@ -27,8 +27,9 @@ type Cmd struct {
 }
 
 func (s *Sandbox) startRequest(c Cmd) *dsecv1.StartRequest {
-	r := &dsecv1.StartRequest{Sandbox: s.ID, Id: c.ID, Env: envVars(c.Env, c.Secret), User: c.User, Stdin: c.Stdin, StdinOpen: c.StdinOpen,
-		Terminal: c.Terminal, TimeoutMs: c.Timeout.Milliseconds(), OutputCap: c.OutputCap}
+	r := &dsecv1.StartRequest{Sandbox: s.ID, Id: c.ID, Env: envVars(c.Env, c.Secret), User: c.User, Stdin: c.Stdin,
+		StdinOpen: c.StdinOpen || c.Terminal != nil, // a terminal without input would end its shell at once
+		Terminal:  c.Terminal, TimeoutMs: c.Timeout.Milliseconds(), OutputCap: c.OutputCap}
 	r.Argv, r.ArgvRaw = octetList(c.Argv)
 	r.Cwd, r.CwdRaw = octets(c.Cwd)
 	return r

@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -94,9 +95,11 @@ func (c *Client) Get(ctx context.Context, id string) (*Sandbox, error) {
 	return c.handle(r.Sandbox), nil
 }
 
-// List returns all sandboxes that match, page by page.
+// List returns all sandboxes that match, page by page. When hosts did not answer, what the others have is returned together with an
+// error that wraps ErrUnavailable and names them.
 func (c *Client) List(ctx context.Context, sel *dsecv1.Selector) ([]*Sandbox, error) {
 	var out []*Sandbox
+	var missing []error
 	q := &dsecv1.ListRequest{Selector: sel, PageSize: 1000}
 	for {
 		r, err := call(ctx, c, c.Sandboxes.List, q)
@@ -106,8 +109,11 @@ func (c *Client) List(ctx context.Context, sel *dsecv1.Selector) ([]*Sandbox, er
 		for _, s := range r.Sandboxes {
 			out = append(out, c.handle(s))
 		}
+		for _, e := range r.Errors {
+			missing = append(missing, &Error{Code: e.Code, Message: e.Message, kind: ErrUnavailable})
+		}
 		if r.NextPageToken == "" {
-			return out, nil
+			return out, errors.Join(missing...)
 		}
 		q = &dsecv1.ListRequest{Selector: sel, PageSize: 1000, PageToken: r.NextPageToken}
 	}

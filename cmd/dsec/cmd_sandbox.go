@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"sort"
@@ -117,11 +118,11 @@ func (x *psCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	list, err := cl.List(ctx, &dsecv1.Selector{Job: x.Job, Labels: x.Label, States: x.State, IncludeEnded: x.All})
-	if err != nil {
-		return err
+	list, missing := cl.List(ctx, &dsecv1.Selector{Job: x.Job, Labels: x.Label, States: x.State, IncludeEnded: x.All})
+	if missing != nil && len(list) == 0 {
+		return missing
 	}
-	return emitList(c, datas(list), func() {
+	return errors.Join(missing, emitList(c, datas(list), func() {
 		if x.Quiet {
 			for _, s := range list {
 				fmt.Println(s.ID)
@@ -142,7 +143,7 @@ func (x *psCmd) Run(ctx context.Context, c *cli) error {
 			rows = append(rows, []string{d.Id, dash(d.Name), state, env, d.Job, ago(d.Created.AsTime()), labelText(d.Labels)})
 		}
 		table(os.Stdout, []string{"ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "LABELS"}, rows)
-	})
+	}))
 }
 
 func dash(s string) string {
