@@ -66,6 +66,9 @@ type Born struct {
 	Mapping  string // "idmap" or "shifted": whether the upper on disk holds the sandbox's own ids or the host's
 	Shm      string // "upper": /dev/shm is a folder of the sandbox's own; "tmpfs" where the kernel can't
 	ProcessU uint32 // host uid of process 1
+	// Laid are the files that the birth wrote into the upper, by path from the root ("etc/hosts"), with their SHA-256 in hex; none
+	// from a keeper of before this field.
+	Laid map[string]string
 }
 
 // Alive is a sandbox that the keeper holds, for recovery.

@@ -148,7 +148,7 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 	if err := b.grp.attach(b.pid); err != nil {
 		return err
 	}
-	b.born = Born{Pid: b.pid, Mapping: r.mapping, Shm: r.shmKind, ProcessU: birth.UIDBase + idsPerSandbox}
+	b.born = Born{Pid: b.pid, Mapping: r.mapping, Shm: r.shmKind, ProcessU: birth.UIDBase + idsPerSandbox, Laid: r.laid}
 	if err := b.sendBirth(birth, r, sl); err != nil {
 		return err
 	}

@@ -155,6 +155,10 @@ func (d *decoder) value(v reflect.Value, depth int) {
 		d.slice(v, depth)
 	case reflect.Map:
 		n := d.count()
+		if n == 0 {
+			v.SetZero()
+			return
+		}
 		m := reflect.MakeMap(v.Type())
 		for range n {
 			key, val := reflect.New(v.Type().Key()).Elem(), reflect.New(v.Type().Elem()).Elem()

@@ -1,6 +1,8 @@
 package keeper
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -18,7 +20,8 @@ type root struct {
 	shm     int    // detached mount of the sandbox's own dev/shm
 	mapping string // "idmap" or "shifted"
 	shmKind string // "upper" or "tmpfs"
-	garbage []int  // detached mounts to close off the hot path: closing waits for an RCU grace period
+	laid    map[string]string
+	garbage []int // detached mounts to close off the hot path: closing waits for an RCU grace period
 }
 
 func (r *root) close() {
@@ -61,10 +64,13 @@ func (k *Keeper) compose(b *Birth, sl slot, parent int) (r *root, err error) {
 			return r, fmt.Errorf("own the upper: %w", err)
 		}
 	}
+	if err := furnishUpper(parent, upperName, int(b.UIDBase)); err != nil {
+		return r, fmt.Errorf("make /dev/shm: %w", err)
+	}
 	if r.overlay, err = k.mountOverlay(b, lowers, parent, upperName, workName); err != nil {
 		return r, err
 	}
-	if err := furnish(r.overlay, b); err != nil {
+	if r.laid, err = furnish(r.overlay, b); err != nil {
 		return r, err
 	}
 	r.shm, err = unix.OpenTree(r.overlay, "dev/shm", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
@@ -209,14 +215,34 @@ func inRoot(fd int, path string, flags int, mode uint32) (int, error) {
 	return -1, unix.EAGAIN
 }
 
-// furnish makes in a fresh root what programs take for granted and an image may lack. Owners are the sandbox's root.
-func furnish(fd int, b *Birth) error {
+// furnishUpper makes /dev/shm in the empty upper, before the overlay is there: through it the image's /dev would first be copied up.
+// What the image has in /dev is not seen in any case: a mount covers it.
+func furnishUpper(parent int, upperName string, uid int) error {
+	dev, shm := upperName+"/dev", upperName+"/dev/shm"
+	if err := unix.Mkdirat(parent, dev, 0o755); err != nil {
+		return err
+	}
+	if err := unix.Fchownat(parent, dev, uid, uid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
+		return err
+	}
+	if err := unix.Mkdirat(parent, shm, 0o777); err != nil {
+		return err
+	}
+	if err := unix.Fchownat(parent, shm, uid, uid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
+		return err
+	}
+	return unix.Fchmodat(parent, shm, 0o1777, 0)
+}
+
+// furnish makes in a fresh root what programs take for granted and an image may lack. Owners are the sandbox's root. It returns
+// the files that it wrote with the hashes of their texts.
+func furnish(fd int, b *Birth) (laid map[string]string, err error) {
 	for _, d := range []struct {
 		dir, name string
 		mode      uint32
-	}{{"/", "proc", 0o755}, {"/", "dev", 0o755}, {"/", "sys", 0o755}, {"/", "tmp", 0o1777}, {"/", "etc", 0o755}, {"/dev", "shm", 0o1777}} {
+	}{{"/", "proc", 0o755}, {"/", "sys", 0o755}, {"/", "tmp", 0o1777}, {"/", "etc", 0o755}} {
 		if err := makeDir(fd, d.dir, d.name, d.mode, int(b.UIDBase)); err != nil {
-			return fmt.Errorf("make %s/%s: %w", strings.TrimSuffix(d.dir, "/"), d.name, err)
+			return nil, fmt.Errorf("make %s/%s: %w", strings.TrimSuffix(d.dir, "/"), d.name, err)
 		}
 	}
 	files := []struct{ name, text string }{
@@ -224,12 +250,23 @@ func furnish(fd int, b *Birth) error {
 		{"hosts", hostsFile(readIn(fd, "/etc/hosts"), b)},
 		{"resolv.conf", lines(b.Resolv)},
 	}
+	etc, err := inRoot(fd, "/etc", unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open /etc: %w", err)
+	}
+	defer unix.Close(etc)
+	laid = map[string]string{}
 	for _, f := range files {
-		if err := layFile(fd, f.name, f.text, int(b.UIDBase)); err != nil {
-			return fmt.Errorf("write /etc/%s: %w", f.name, err)
+		wrote, err := layFile(fd, etc, f.name, f.text, int(b.UIDBase))
+		if err != nil {
+			return nil, fmt.Errorf("write /etc/%s: %w", f.name, err)
+		}
+		if wrote {
+			sum := sha256.Sum256([]byte(f.text))
+			laid["etc/"+f.name] = hex.EncodeToString(sum[:])
 		}
 	}
-	return nil
+	return laid, nil
 }
 
 func makeDir(fd int, dir, name string, mode uint32, uid int) error {
@@ -293,39 +330,33 @@ func readIn(fd int, path string) string {
 	return string(buf[:n])
 }
 
-// layFile replaces a file of /etc by one with the text, unless that is what it holds.
-func layFile(fd int, name, text string, uid int) error {
-	path := "/etc/" + name
+// layFile replaces a file of /etc, which at is, by one with the text, unless that is what it holds; it reports whether it did.
+func layFile(fd, at int, name, text string, uid int) (bool, error) {
 	var st unix.Stat_t
-	at, err := inRoot(fd, "/etc", unix.O_PATH|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(at)
-	err = unix.Fstatat(at, name, &st, unix.AT_SYMLINK_NOFOLLOW)
+	err := unix.Fstatat(at, name, &st, unix.AT_SYMLINK_NOFOLLOW)
 	switch {
-	case err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == int64(len(text)) && readIn(fd, path) == text:
-		return nil
+	case err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == int64(len(text)) && readIn(fd, "/etc/"+name) == text:
+		return false, nil
 	case err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR:
-		return unix.EISDIR
+		return false, unix.EISDIR
 	case err == nil: // a link (resolv.conf of systemd) or a file: a new one costs less than a copy up
 		if err := unix.Unlinkat(at, name, 0); err != nil {
-			return err
+			return false, err
 		}
 	case err != unix.ENOENT:
-		return err
+		return false, err
 	}
 	f, err := unix.Openat(at, name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o644)
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer unix.Close(f)
 	if len(text) > 0 {
 		if _, err := unix.Write(f, []byte(text)); err != nil {
-			return err
+			return false, err
 		}
 	}
-	return unix.Fchown(f, uid, uid)
+	return true, unix.Fchown(f, uid, uid)
 }
 
 // hostsFile keeps the image's lines and adds loopback, the own name and the request's lines.

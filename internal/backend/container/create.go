@@ -133,7 +133,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 		}
 	}
 	sums := born.Laid
-	if sums == nil { // a keeper of an earlier version does not tell
+	if len(sums) == 0 { // a keeper of an earlier version does not tell
 		sums = laidFiles(u.Dir)
 	}
 	x.handle, err = json.Marshal(handle{
