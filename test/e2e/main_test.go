@@ -102,7 +102,7 @@ func random(t testing.TB) *rand.Rand {
 }
 
 // debianPackages are what the cases that need a real distribution use.
-var debianPackages = []string{"bash", "python3", "sudo", "libcap2-bin", "iputils-ping", "procps", "ncurses-bin"}
+var debianPackages = []string{"bash", "python3", "sudo", "libcap2-bin", "iputils-ping", "procps", "ncurses-bin", "strace", "gdb"}
 
 // debianTar makes the tree once and keeps it for later runs: it takes most of a minute.
 var debianTar = sync.OnceValues(func() (string, error) {

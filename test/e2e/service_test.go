@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -91,6 +92,10 @@ func (s *service) begin() error {
 		return err
 	}
 	defer log.Close()
+	before := 0
+	if b, err := os.ReadFile(s.logFile()); err == nil {
+		before = len(b)
+	}
 	cmd := exec.Command(binary, s.argv()...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), s.env...)
@@ -112,7 +117,9 @@ func (s *service) begin() error {
 			return fmt.Errorf("dsec %s ended: %v\n%s", s.role, err, s.tail())
 		case <-time.After(20 * time.Millisecond):
 		}
-		if s.answers() {
+		b, err := os.ReadFile(s.logFile())
+		ready := s.role == "gateway" || err == nil && len(b) > before && bytes.Contains(b[before:], []byte("host is ready"))
+		if ready && s.answers() {
 			return nil
 		}
 	}
