@@ -168,16 +168,9 @@ func (b *box) spawn() error {
 		return fmt.Errorf("open cgroup: %w", err)
 	}
 	defer unix.Close(at)
-	null := uintptr(b.k.tmpl.null)
-	pid, err := syscall.ForkExec("/proc/self/fd/"+strconv.Itoa(b.k.helper), []string{"dsec-init"}, &syscall.ProcAttr{
-		Files: []uintptr{null, null, null, uintptr(far)},
-		Sys: &syscall.SysProcAttr{
-			// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could
-			// then clone nothing into the groups of its commands. Each command has one of its own (wire.StartCgroupNS).
-			Cloneflags:  unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC,
-			Setsid:      true,
-			UseCgroupFD: true, CgroupFD: at},
-	})
+	// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could then clone
+	// nothing into the groups of its commands. Each command has one of its own (wire.StartCgroupNS).
+	pid, err := b.k.spawner.spawn(far, at)
 	if err != nil {
 		ctl.Close()
 		return fmt.Errorf("clone process 1: %w", err)
@@ -259,16 +252,23 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 	return nil
 }
 
-// masks are the paths of masked that this kernel has.
+// masks are the paths of masked that this kernel has and that a sandbox could open.
 func (k *Keeper) masks() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.maskList == nil {
 		k.maskList = []string{}
 		for _, m := range masked {
-			if _, err := os.Lstat(m); err == nil {
-				k.maskList = append(k.maskList, m)
+			var st unix.Stat_t
+			if unix.Lstat(m, &st) != nil {
+				continue
 			}
+			// What belongs to the machine's root and is open to nobody else is out of reach already: that uid is not mapped in the
+			// sandbox, so no capability of its root holds for the file. A bind over it would cost each birth and each end.
+			if st.Mode&unix.S_IFMT == unix.S_IFREG && st.Uid == 0 && st.Mode&0o077 == 0 {
+				continue
+			}
+			k.maskList = append(k.maskList, m)
 		}
 	}
 	return k.maskList

@@ -29,6 +29,7 @@ type Keeper struct {
 
 	cg            *cgroups
 	slots         *slots
+	spawner       *spawner
 	netns         *netnsPool
 	layers        *layers
 	tmpl          *templates
@@ -146,6 +147,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 	err = k.destroyAll()
 	wg.Wait()
 	k.slots.close()
+	k.spawner.close()
 	end := time.Now().Add(5 * time.Second)
 	unix.Rmdir(filepath.Join(k.cg.v2, k.cg.name)) // the keeper itself is in it: what stays is removed by the next sweep
 	return errors.Join(err, k.leaveCgroups(end))
@@ -201,6 +203,7 @@ func (k *Keeper) prepare() error {
 	if k.tmpl, err = makeTemplates(".", k.cg); err != nil {
 		return err
 	}
+	k.spawner = newSpawner(k.helper, k.tmpl.null, k.log)
 	k.overlayByPath = !probeOverlay(".")
 	k.features["cgroup"] = "hybrid"
 	if k.cg.pure() {
@@ -303,6 +306,11 @@ func (k *Keeper) destroyAll() error {
 func (g *cgroups) removeTree(end time.Time) error {
 	for _, c := range g.limits {
 		if err := rmTree(filepath.Join(g.v1[c], g.name), end); err != nil {
+			return err
+		}
+	}
+	for _, at := range g.shown {
+		if err := rmTree(filepath.Join(at, g.name), end); err != nil {
 			return err
 		}
 	}

@@ -36,6 +36,7 @@ const (
 	TStart  Type = 2  // Start
 	TSignal Type = 3  // Signal
 	TPing   Type = 4  // no body
+	TSpawn  Type = 5  // to a spawner: clone a process 1; two descriptors, its stream and its group; no body
 	THold   Type = 16 // to a holder: keep the frame's descriptors; no body
 	TDrop   Type = 17 // to a holder: Drop
 
@@ -45,6 +46,7 @@ const (
 	TExited   Type = 0x84 // Exited
 	TPong     Type = 0x85 // no body
 	TListener Type = 0x86 // no body; one descriptor: a command's seccomp listener, before its STARTED
+	TSpawned  Type = 0x87 // from a spawner: i32, the process's number or the negative error
 	THeld     Type = 0x90 // from a holder: Held
 )
 
@@ -59,6 +61,10 @@ func (t Type) String() string {
 		return "SIGNAL"
 	case TPing:
 		return "PING"
+	case TSpawn:
+		return "SPAWN"
+	case TSpawned:
+		return "SPAWNED"
 	case THold:
 		return "HOLD"
 	case TDrop:

@@ -48,8 +48,8 @@ typedef int i32;
 #define FILE_MAX (1u << 20)
 #define TEXT_MAX 4096
 
-enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_HOLD = 16, T_DROP = 17,
-       T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_HELD = 0x90 };
+enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_SPAWN = 5, T_HOLD = 16, T_DROP = 17,
+       T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_SPAWNED, T_HELD = 0x90 };
 enum { S_BIRTH = 1, S_USER, S_CWD, S_PROGRAM, S_EXEC, S_CGROUP, S_TERMINAL, S_CONFINE };
 enum { START_TERMINAL = 1, START_HOLDER = 2, START_NOFILTER = 4, START_CGROUPNS = 8, START_NOTIFY = 16 };
 
@@ -535,9 +535,14 @@ static i64 op_userns(int fd)
 	if ((r = sys2(__NR_capget, &h, d)) < 0)
 		return r;
 	all_caps = d[0].permitted | (u64)d[1].permitted << 32;
-	for (int c = 0; c < 64; c++)
-		if (!(caps >> c & 1) && sys2(__NR_prctl, PR_CAPBSET_READ, c) == 1 && (r = sys2(__NR_prctl, PR_CAPBSET_DROP, c)) < 0)
+	for (int c = 0; c < 64; c++) {
+		if (caps >> c & 1)
+			continue;
+		if ((r = sys2(__NR_prctl, PR_CAPBSET_READ, c)) == -EINVAL)
+			break; // beyond the kernel's last
+		if (r == 1 && (r = sys2(__NR_prctl, PR_CAPBSET_DROP, c)) < 0)
 			return r;
+	}
 	return sys2(__NR_prctl, PR_SET_DUMPABLE, 0);
 }
 
@@ -717,6 +722,8 @@ struct user {
 	u32 groups[MAX_GROUPS];
 };
 
+static u64 slurped; // octets that the last slurp wrote
+
 // slurp reads a file of the image. NULL: absent, not regular, or unreadable.
 static char *slurp(const char *path)
 {
@@ -727,7 +734,10 @@ static char *slurp(const char *path)
 	char *b = NULL;
 	if (sys5(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG)
 		goto out;
-	b = mapped(FILE_MAX + 1);
+	static char *file; // one at a time
+	if (!file)
+		file = mapped(FILE_MAX + 1);
+	b = file;
 	u64 n = 0;
 	while (n < FILE_MAX) {
 		i64 r = sys3(__NR_read, fd, b + n, FILE_MAX - n);
@@ -735,6 +745,7 @@ static char *slurp(const char *path)
 			break;
 		n += (u64)r;
 	}
+	slurped = n;
 	if (n == FILE_MAX) // cut: the last line may not be whole
 		while (n && b[n - 1] != '\n')
 			n--;
@@ -745,8 +756,8 @@ out:
 }
 static void unslurp(char *b)
 {
-	if (b)
-		sys2(__NR_munmap, b, FILE_MAX + 1);
+	if (b && slurped > 4096)
+		sys3(__NR_madvise, b, FILE_MAX + 1, MADV_DONTNEED);
 }
 // row cuts the next line of *p into n fields at ':' (missing ones are ""); 0 at the end. A NUL in the file ends it.
 static int row(char **p, char **f, int n)
@@ -1547,6 +1558,30 @@ static void userns(void)
 	}
 }
 
+// spawn makes a process 1 in new namespaces and in the group of the second descriptor; the first is its stream. It is the spawner's
+// sister: the keeper's child, to wait for. What the spawner has set up is its own too, so there is neither an exec nor a copy of the
+// keeper's many descriptors. spare is the first descriptor that nobody needs.
+static void spawn(u32 spare)
+{
+	i32 out = -EINVAL;
+	if (nfds == 2) {
+		struct clone_args a = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_PARENT | CLONE_INTO_CGROUP,
+			.cgroup = (u64)fds[1]};
+		i64 pid = sys2(__NR_clone3, &a, sizeof a);
+		if (!pid) {
+			if (sys3(__NR_dup3, fds[0], STREAM, O_CLOEXEC) < 0)
+				die(1);
+			sys3(__NR_close_range, spare, ~0u, 0);
+			sys0(__NR_setsid);
+			nfds = nfdq = 0;
+			return;
+		}
+		out = (i32)pid;
+	}
+	done_frame();
+	send_frame(T_SPAWNED, head.id, &out, 4, NULL, 0);
+}
+
 __attribute__((used, noreturn)) void entry(long *sp);
 void entry(long *sp)
 {
@@ -1575,6 +1610,10 @@ void entry(long *sp)
 	sys3(__NR_setpriority, 0, 0, 0);
 	sys1(__NR_umask, 022);
 	read_frame();
+	while (head.type == T_SPAWN) {
+		spawn((u32)(exe > sfd ? exe : sfd) + 1);
+		read_frame(); // of the spawner the next SPAWN, of a child its BIRTH
+	}
 	if (head.type != T_BIRTH)
 		die(1);
 	birth();
