@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -29,6 +30,9 @@ type cgroups struct {
 	swap bool              // v1: memory.memsw exists
 	// ready are the controllers that a sandbox's limits use, on v1, with their mount points.
 	limits []string
+	// shown are v1 controllers, with their mount points, that limit nothing but that a JVM wants to see before it believes the others.
+	// Those that share a limit's hierarchy are seen there.
+	shown map[string]string
 }
 
 const (
@@ -38,7 +42,7 @@ const (
 
 // findCgroups reads the layout from a mountinfo file's text.
 func findCgroups(name, mountinfo string) (*cgroups, error) {
-	g := &cgroups{name: name, v1: map[string]string{}, in2: map[string]bool{}}
+	g := &cgroups{name: name, v1: map[string]string{}, in2: map[string]bool{}, shown: map[string]string{}}
 	for line := range strings.SplitSeq(mountinfo, "\n") {
 		pre, post, ok := strings.Cut(line, " - ")
 		a, b := strings.Fields(pre), strings.Fields(post)
@@ -76,6 +80,12 @@ func findCgroups(name, mountinfo string) (*cgroups, error) {
 				return nil, fmt.Errorf("cgroup controller %s is nowhere: %w", c, sandbox.ErrUnsupported)
 			}
 			g.limits = append(g.limits, c)
+		}
+	}
+	for _, c := range []string{"cpuset", "cpuacct"} {
+		at := g.v1[c]
+		if at != "" && !slices.ContainsFunc(g.limits, func(l string) bool { return g.v1[l] == at }) && !g.pure() {
+			g.shown[c] = at
 		}
 	}
 	if m := g.v1["memory"]; m != "" {
@@ -119,12 +129,39 @@ func (g *cgroups) setup() error {
 			}
 		}
 	}
+	for _, at := range g.shown {
+		if err := g.makeShown(at); err != nil {
+			return err
+		}
+	}
 	// The class that yields gets 1/16 of the other's weight, as measured to keep an interactive command's tail at 10 ms.
 	if g.in2["cpu"] {
 		err := os.WriteFile(top+"/"+classBE+"/cpu.weight", []byte("6"), 0)
 		return errors.Join(err, os.WriteFile(top+"/"+classLS+"/cpu.weight", []byte("100"), 0))
 	}
 	return os.WriteFile(filepath.Join(g.v1["cpu"], g.name, classBE, "cpu.shares"), []byte("64"), 0)
+}
+
+// makeShown makes the instance's group of a controller that is only shown. No process is ever in it; processors and memory nodes
+// are the hierarchy's, since a new group of cpuset has none.
+func (g *cgroups) makeShown(at string) error {
+	dir := filepath.Join(at, g.name)
+	if err := mkdir(dir); err != nil {
+		return err
+	}
+	for _, f := range []string{"cpuset.cpus", "cpuset.mems"} {
+		text, err := os.ReadFile(filepath.Join(at, f))
+		if errors.Is(err, os.ErrNotExist) {
+			continue // the hierarchy of another controller
+		}
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, f), bytes.TrimSpace(text), 0)
+		}
+		if err != nil {
+			return fmt.Errorf("set %s: %w", f, err)
+		}
+	}
+	return nil
 }
 
 func mkdir(d string) error {

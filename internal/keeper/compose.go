@@ -438,6 +438,17 @@ func makeTemplates(dir string, g *cgroups) (*templates, error) {
 	if err := fillSys(t.sys, g); err != nil {
 		return nil, fmt.Errorf("fill /sys template: %w", err)
 	}
+	for c, at := range g.shown {
+		fd, err := cloneRO(filepath.Join(at, g.name))
+		if err != nil {
+			return nil, err
+		}
+		err = unix.MoveMount(fd, "", unix.AT_FDCWD, filepath.Join(t.sys, "fs/cgroup", c), unix.MOVE_MOUNT_F_EMPTY_PATH)
+		unix.Close(fd)
+		if err != nil {
+			return nil, fmt.Errorf("show cgroup of %s: %w", c, err)
+		}
+	}
 	return t, readOnly(t.sys, unix.MOUNT_ATTR_NODEV)
 }
 
@@ -476,7 +487,11 @@ func fillSys(dir string, g *cgroups) error {
 	if err := os.MkdirAll(filepath.Join(dir, "fs/cgroup"), 0o755); err != nil {
 		return err
 	}
-	for _, m := range g.places() {
+	places := g.places()
+	for c := range g.shown {
+		places = append(places, place{at: c})
+	}
+	for _, m := range places {
 		if err := os.MkdirAll(filepath.Join(dir, "fs/cgroup", m.at), 0o755); err != nil {
 			return err
 		}
@@ -513,8 +528,9 @@ func cloneRO(path string) (int, error) {
 	return fd, nil
 }
 
+// clonePlain returns a detached clone of a folder's mount, with what is mounted below.
 func clonePlain(path string) (int, error) {
-	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
 	if err != nil {
 		return -1, fmt.Errorf("clone %s: %w", path, err)
 	}

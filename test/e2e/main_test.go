@@ -47,6 +47,7 @@ func run(m *testing.M) int {
 		}
 		seed = n
 	}
+	sweepRuns()
 	var err error
 	// /tmp may be a memory file system; pools are real disks.
 	if scratch, err = os.MkdirTemp("/var/tmp", "dsec-e2e-"); err != nil {
@@ -54,6 +55,10 @@ func run(m *testing.M) int {
 		return 2
 	}
 	defer os.RemoveAll(scratch)
+	if err := lockRun(scratch); err != nil {
+		fmt.Println(err)
+		return 2
+	}
 	if binary, err = build(); err != nil {
 		fmt.Println("build:", err)
 		return 2
