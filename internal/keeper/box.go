@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/guest/wire"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
@@ -182,14 +183,6 @@ func (b *box) spawn() error {
 	return nil
 }
 
-// masked are files and folders of /proc that tell about the host or reach into it.
-var masked = []string{"/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/kallsyms", "/proc/kmsg", "/proc/slabinfo",
-	"/proc/vmallocinfo", "/proc/sched_debug", "/proc/latency_stats", "/proc/interrupts", "/proc/iomem", "/proc/config.gz",
-	"/proc/sysrq-trigger", "/proc/acpi", "/proc/scsi", "/proc/kpagecount", "/proc/kpageflags", "/proc/kpagecgroup"}
-
-// readOnlyProc are those that stay readable.
-var readOnlyProc = []string{"/proc/sys", "/proc/irq", "/proc/bus", "/proc/fs"}
-
 func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 	var fds, mine []int
 	defer func() { closeAll(mine) }()
@@ -234,7 +227,7 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 	for _, m := range b.k.masks() {
 		ops = append(ops, wire.Op("mask", m))
 	}
-	for _, m := range readOnlyProc {
+	for _, m := range confine.ReadOnly() {
 		ops = append(ops, wire.Op("ro", m))
 	}
 	ops = append(ops, wire.Op("pivot"), wire.Op("hostname", birth.Hostname))
@@ -252,13 +245,13 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 	return nil
 }
 
-// masks are the paths of masked that this kernel has and that a sandbox could open.
+// masks are what is hidden of /proc: of the policy's list what this kernel has and a sandbox could open.
 func (k *Keeper) masks() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.maskList == nil {
 		k.maskList = []string{}
-		for _, m := range masked {
+		for _, m := range confine.Masks() {
 			var st unix.Stat_t
 			if unix.Lstat(m, &st) != nil {
 				continue
