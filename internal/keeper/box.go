@@ -496,11 +496,14 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 	for _, s := range streams {
 		s.close()
 	}
+	b.mu.Lock()
+	names := b.grp.names()
+	b.mu.Unlock()
 	end := time.Now().Add(10 * time.Second)
 	if at, ok := ctx.Deadline(); ok && at.Before(end) {
 		end = at
 	}
-	if err := b.grp.remove(time.Until(end)); err != nil {
+	if err := b.grp.remove(names, time.Until(end)); err != nil {
 		return fmt.Errorf("destroy %s: %w", id, err)
 	}
 	b.wait.Wait() // its readers: their files are closed

@@ -179,8 +179,10 @@ type group struct {
 	owner int // host uid of process 1, which puts commands into their groups
 	res   sandbox.Resources
 	next  int      // number of the next command group
-	spare []string // names of empty command groups
+	spare []spare  // empty command groups
 	used  []string // names of groups whose command has ended while something in them lives
+	epoch int      // counts what take and put have done
+	quiet quiet
 	// spent are groups that were killed. Since 6.14 a child that is cloned into a group with an earlier kill dies at once: the
 	// kernel compares the kill count of the parent's group with that of the new one.
 	spent sync.Map
@@ -190,6 +192,19 @@ type group struct {
 }
 
 const spareGroups = 4
+
+// spare is an empty command group.
+type spare struct {
+	name string
+	cpu  time.Duration // used in it so far; -1: not known
+}
+
+// quiet are figures of the sandbox that were read while nothing but process 1 lived in it. They hold as long as no command was begun
+// since, that is, while the epoch is the same: a command need not read them again at its start.
+type quiet struct {
+	epoch        int
+	oom, refused int64
+}
 
 func (b *group) v2(sub ...string) string {
 	return filepath.Join(append([]string{b.g.v2, b.g.name, b.class, b.id}, sub...)...)
@@ -283,41 +298,46 @@ func (b *group) attach(pid int) error {
 	return nil
 }
 
-// take returns the name of an empty command group. For the holder of box.mu.
-func (b *group) take() (string, error) {
+// take returns the name of an empty command group and the time that was used in it, -1 if that is not known. For the holder of box.mu.
+func (b *group) take() (name string, cpu time.Duration, err error) {
 	for i := 0; len(b.spare) == 0 && i < len(b.used) && i < 2*spareGroups; i++ {
 		name := b.used[0]
 		b.used = append(b.used[:0:0], b.used[1:]...)
 		b.put(name)
 	}
+	b.epoch++
 	if n := len(b.spare); n > 0 {
-		name := b.spare[n-1]
+		g := b.spare[n-1]
 		b.spare = b.spare[:n-1]
-		return name, nil
+		return g.name, g.cpu, nil
 	}
-	name := "cmd-" + strconv.Itoa(b.next)
+	name = "cmd-" + strconv.Itoa(b.next)
 	if err := unix.Mkdir(b.v2(name), 0o755); err != nil {
-		return "", fmt.Errorf("make cgroup %s: %w", b.v2(name), err)
+		return "", 0, fmt.Errorf("make cgroup %s: %w", b.v2(name), err)
 	}
 	b.next++
 	if err := unix.Chown(b.v2(name, "cgroup.procs"), b.owner, b.owner); err != nil {
 		unix.Rmdir(b.v2(name))
-		return "", fmt.Errorf("own cgroup %s: %w", name, err)
+		return "", 0, fmt.Errorf("own cgroup %s: %w", name, err)
 	}
 	if b.g.pure() { // a JVM and Go read the leaf alone
 		err := writeFile(b.v2(name, "memory.max"), strconv.FormatInt(b.res.Memory, 10))
 		if err := errors.Join(err, b.limitCPU(b.v2(name))); err != nil {
 			unix.Rmdir(b.v2(name))
-			return "", fmt.Errorf("limit cgroup %s: %w", name, err)
+			return "", 0, fmt.Errorf("limit cgroup %s: %w", name, err)
 		}
 	}
-	return name, nil
+	return name, 0, nil
 }
 
-// put gives a command group back; it is used again once nothing lives in it.
-func (b *group) put(name string) {
+// put gives a command group back; it is used again once nothing lives in it. For the holder of box.mu.
+func (b *group) put(name string) { b.putKnown(name, b.populated(name), -1) }
+
+// putKnown is put for who knows whether something lives in the group and, if nothing does, the time that was used in it.
+func (b *group) putKnown(name string, populated bool, cpu time.Duration) {
+	b.epoch++
 	switch {
-	case b.populated(name):
+	case populated:
 		b.used = append(b.used, name)
 	case b.isSpent(name) || len(b.spare) >= spareGroups:
 		if unix.Rmdir(b.v2(name)) != nil {
@@ -326,7 +346,7 @@ func (b *group) put(name string) {
 			b.spent.Delete(name)
 		}
 	default:
-		b.spare = append(b.spare, name)
+		b.spare = append(b.spare, spare{name, cpu})
 	}
 }
 
@@ -372,14 +392,30 @@ func (b *group) freeze(on bool, within time.Duration, sub ...string) error {
 	}
 }
 
-// remove removes all groups of the sandbox; everything in them was killed before. It retries while the kernel still counts the dying.
-func (b *group) remove(within time.Duration) error {
+// names are the groups within the sandbox's. For the holder of box.mu.
+func (b *group) names() []string {
+	n := append([]string{"init"}, b.used...)
+	for _, s := range b.spare {
+		n = append(n, s.name)
+	}
+	return n
+}
+
+// remove removes all groups of the sandbox, names first; everything in them was killed before. It retries while the kernel still counts the dying.
+func (b *group) remove(names []string, within time.Duration) error {
 	b.closePeak()
 	end := time.Now().Add(within)
 	for _, c := range b.g.limits {
 		if err := rmdirRetry(b.v1(c), end); err != nil {
 			return err
 		}
+	}
+	// The names are known; what else there may be (a sandbox can make no group) is looked for only when the first try fails.
+	for _, name := range names {
+		unix.Rmdir(b.v2(name))
+	}
+	if err := unix.Rmdir(b.v2()); err == nil || err == unix.ENOENT {
+		return nil
 	}
 	return rmTree(b.v2(), end)
 }

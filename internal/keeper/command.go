@@ -40,6 +40,8 @@ type command struct {
 	timedOut  bool
 	stopped   bool // killed on request
 	base      counters
+	since     time.Duration // time used in its group before it; -1: not known
+	quiet     *quiet        // figures at its start that are known already
 	timer     *time.Timer
 	left      time.Duration // of the timeout, when the clock stands still
 	armed     time.Time     // when it was started; zero: it stands still or there is none
@@ -150,7 +152,10 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 	}
 	group, err := l.group, error(nil)
 	if group == "" {
-		group, err = b.grp.take()
+		if known := b.grp.quiet; known.epoch == b.grp.epoch {
+			c.quiet = &known
+		}
+		group, c.since, err = b.grp.take()
 	} else {
 		c.shared = true
 	}
@@ -227,8 +232,18 @@ func (c *command) begin() {
 		o.mu.Unlock()
 	}
 	b.mu.Unlock()
-	base := b.counters(c.group)
-	if !shared {
+	var base counters
+	switch known := c.quiet; {
+	case known != nil && c.since >= 0:
+		base = counters{oom: known.oom, refused: known.refused, cpu: c.since}
+	default:
+		base = b.counters(c.group)
+	}
+	switch {
+	case shared:
+	case c.quiet != nil && c.quiet.epoch == 0:
+		base.peak = true // the sandbox's first: the maximum so far is that of its birth
+	default:
 		base.peak = b.grp.resetPeak()
 		if !base.peak {
 			base.max = b.grp.peak()
@@ -466,6 +481,14 @@ func (c *command) onLost() {
 func (c *command) settle(o sandbox.Outcome) {
 	b := c.b
 	var now counters
+	own := c.group != "" && !c.shared
+	populated := false
+	b.mu.Lock()
+	epoch := b.grp.epoch
+	b.mu.Unlock()
+	if own {
+		populated = b.grp.populated(c.group) // before the figures: when nothing lives any more, they are the last
+	}
 	if !c.hidden {
 		now = b.counters(c.group)
 	}
@@ -498,8 +521,16 @@ func (c *command) settle(o sandbox.Outcome) {
 
 	b.mu.Lock()
 	delete(b.byNum, c.num)
-	if c.group != "" && !c.shared {
-		b.grp.put(c.group)
+	if own {
+		cpu := time.Duration(-1)
+		if !c.hidden && !populated {
+			cpu = now.cpu
+		}
+		same := b.grp.epoch == epoch
+		b.grp.putKnown(c.group, populated, cpu)
+		if same && cpu >= 0 && len(b.byNum) == 0 && len(b.grp.used) == 0 && len(b.sessions) == 0 {
+			b.grp.quiet = quiet{epoch: b.grp.epoch, oom: now.oom, refused: now.refused}
+		}
 	}
 	b.mu.Unlock()
 	c.closeStdin()

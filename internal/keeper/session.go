@@ -71,7 +71,7 @@ func (b *box) openSession(ctx context.Context, req *sandbox.Session) error {
 	}
 	s = &session{b: b, name: req.Name, opened: make(chan struct{}), turn: make(chan struct{}, 1), gone: make(chan struct{})}
 	b.sessions[req.Name] = s
-	group, err := b.grp.take()
+	group, _, err := b.grp.take()
 	b.mu.Unlock()
 	s.group = group
 	if err == nil {
