@@ -140,6 +140,11 @@ func run(ctx context.Context, n int) (err error) {
 
 	each := func(kib int64) float64 { return float64(kib) / float64(n) }
 	measure.Print("idle.mem_kib", each(before.free-after.free), "KiB")
+	kernel := int64(0)
+	for _, f := range kernelFields[:4] {
+		kernel += after.kernel[f] - before.kernel[f]
+	}
+	measure.Print("idle.kernel_kib", each(kernel), "KiB")
 	for _, f := range kernelFields {
 		measure.Note("of it %s: %.1f KiB", f, each(after.kernel[f]-before.kernel[f]))
 	}
