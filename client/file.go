@@ -3,6 +3,7 @@ package client
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -140,7 +141,7 @@ func sendChunks(r io.Reader, send func(b []byte, first bool) error) error {
 		}
 		if n > 0 || first {
 			if err := send(bytes.Clone(buf[:n]), first); err != nil {
-				if err == io.EOF {
+				if errors.Is(err, io.EOF) {
 					return nil
 				}
 				return wrap(err)
