@@ -42,6 +42,9 @@ func (k *Keeper) compose(b *Birth, sl slot, parent int) (r *root, err error) {
 			r.close()
 			r = nil
 		}
+		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+			err = fmt.Errorf("%w: the sandbox's disk limit is too small, or the host's pool is full: %w", err, sandbox.ErrExhausted)
+		}
 	}()
 	lowers, err := k.layers.clones(b.Layers)
 	if err != nil {
