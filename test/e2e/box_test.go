@@ -355,3 +355,5 @@ func cgroupOf(pid int) string {
 	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	return string(b)
 }
+
+func request[M any](m *M) *connect.Request[M] { return connect.NewRequest(m) }

@@ -67,6 +67,8 @@ func apart(t testing.TB, dir string, n int) (hosts []*service, gateway *service)
 	}
 	gateway = newService(filepath.Join(dir, "g"), "gateway", args...)
 	t.Cleanup(func() {
+		begin := time.Now()
+		defer func() { t.Logf("gateway took %v to end", time.Since(begin)) }()
 		if err := gateway.finish(os.Interrupt); err != nil {
 			t.Errorf("gateway: %v\n%s", err, gateway.tail())
 		}

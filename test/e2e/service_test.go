@@ -150,7 +150,7 @@ func (s *service) answers() bool {
 }
 
 func (s *service) transport() *http.Transport {
-	return &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 64, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	return &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 64, IdleConnTimeout: 5 * time.Second, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", s.socket())
 	}}
@@ -208,7 +208,7 @@ func (s *service) key() string {
 
 // client connects anew, as another program would.
 func (s *service) client() *client.Client {
-	c, err := client.New(client.Config{URL: "unix:" + s.socket(), Key: s.key()})
+	c, err := client.New(client.Config{URL: "unix:" + s.socket(), Key: s.key(), HTTP: &http.Client{Transport: s.transport()}})
 	if err != nil {
 		panic(err)
 	}
