@@ -428,8 +428,14 @@ func makeTemplates(dir string, g *cgroups) (*templates, error) {
 			return nil, err
 		}
 	}
-	var err error
-	if t.null, err = unix.Open(filepath.Join(t.dev, "null"), unix.O_RDONLY|unix.O_CLOEXEC, 0); err != nil {
+	// Of a detached mount: /proc/self/fd of a command would tell the path of one that is attached here.
+	tree, err := clonePlain(t.dev)
+	if err != nil {
+		return nil, err
+	}
+	t.null, err = unix.Openat(tree, "null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	unix.Close(tree)
+	if err != nil {
 		return nil, err
 	}
 	if err := readOnly(t.dev, 0); err != nil {
