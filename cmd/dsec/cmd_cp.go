@@ -26,7 +26,7 @@ func (x *cpCmd) Run(ctx context.Context, c *cli) error {
 	fromID, fromPath, fromIn := splitRemote(x.From)
 	toID, toPath, toIn := splitRemote(x.To)
 	if fromIn == toIn {
-		return errors.New("one side must be SANDBOX:/path and the other local")
+		return errors.New("one side must be SANDBOX:/path, with a path from the root, and the other a local path (./a:b for one with a colon) or -")
 	}
 	cl, err := c.client(ctx)
 	if err != nil {

@@ -1,12 +1,14 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 	"time"
 
@@ -93,8 +95,7 @@ func (x *execCmd) Run(ctx context.Context, c *cli) error {
 		if err != nil {
 			return err
 		}
-		fmt.Println(p.ID)
-		return nil
+		return c.emit(&dsecv1.Command{Id: p.ID, State: "running"}, func() { fmt.Println(p.ID) })
 	}
 	return x.exec(ctx, c, sb, cmd)
 }
@@ -120,7 +121,12 @@ func (f *processFlags) exec(ctx context.Context, c *cli, sb *client.Sandbox, cmd
 	if cmd.StdinOpen {
 		go pump(ctx, p, os.Stdin)
 	}
-	o, err := p.Stream(ctx, os.Stdout, os.Stderr)
+	var stdout, stderr bytes.Buffer
+	outTo, errTo := io.Writer(os.Stdout), io.Writer(os.Stderr)
+	if c.Output == "json" {
+		outTo, errTo = &stdout, &stderr
+	}
+	o, err := p.Stream(ctx, outTo, errTo)
 	if err != nil {
 		if ctx.Err() != nil {
 			late, cancel := context.WithTimeout(context.Background(), 5*time.Second)
@@ -129,15 +135,16 @@ func (f *processFlags) exec(ctx context.Context, c *cli, sb *client.Sandbox, cmd
 		}
 		return err
 	}
-	return finish(c, p.ID, o)
-}
-
-func finish(c *cli, id string, o *dsecv1.Outcome) error {
-	if c.Output == "json" {
-		if err := c.emit(&dsecv1.Command{Id: id, State: "ended", Outcome: o}, nil); err != nil {
+	if c.Output == "json" { // one value, in the form that the API answers a start with
+		if err := c.show(&dsecv1.StartResponse{Command: &dsecv1.Command{Id: p.ID, State: "ended", Outcome: o}, Stdout: stdout.Bytes(), Stderr: stderr.Bytes(),
+			StdoutText: strings.ToValidUTF8(stdout.String(), "\ufffd"), StderrText: strings.ToValidUTF8(stderr.String(), "\ufffd")}); err != nil {
 			return err
 		}
 	}
+	return finish(o)
+}
+
+func finish(o *dsecv1.Outcome) error {
 	switch o.Kind {
 	case "start_failed", "session_ended", "interrupted", "unknown":
 		fmt.Fprintf(os.Stderr, "dsec: %s: %s\n", o.Kind, o.Error)

@@ -175,8 +175,7 @@ func (x *layerInspectCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return client.Wrap(err)
 	}
-	c.Output = "json"
-	return c.emit(r.Msg, nil)
+	return c.show(r.Msg)
 }
 
 type layerRollbackCmd struct {
@@ -249,7 +248,7 @@ func (x *envCreateCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	return c.emit(e, func() { fmt.Printf("%s@%d (%d layers)\n", e.Name, e.Version, len(e.Layers)) })
+	return c.emit(e, func() { fmt.Printf("%s@%d (%s)\n", e.Name, e.Version, plural(len(e.Layers), "layer")) })
 }
 
 type envListCmd struct {
@@ -297,8 +296,7 @@ func (x *envInspectCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return client.Wrap(err)
 	}
-	c.Output = "json"
-	return c.emit(r.Msg, nil)
+	return c.show(r.Msg)
 }
 
 type envRollbackCmd struct {

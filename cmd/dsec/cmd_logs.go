@@ -28,7 +28,7 @@ func (x *logsCmd) Run(ctx context.Context, c *cli) error {
 	q := &dsecv1.ReadLogRequest{Sandbox: x.ID, FromSeq: x.From, Follow: x.Follow, Output: !x.Quiet}
 	if c.Output == "json" {
 		return cl.Log(ctx, q, func(r *dsecv1.LogRecord) error {
-			b, err := protojson.Marshal(r)
+			b, err := marshal(r, false)
 			if err == nil {
 				fmt.Println(string(b))
 			}
@@ -48,7 +48,7 @@ func printRecord(r *dsecv1.LogRecord) error {
 			return err
 		}
 		for line := range strings.Lines(string(r.Data)) {
-			fmt.Printf("%s %s %s| %s\n", head, r.Step, r.Stream, strings.TrimRight(line, "\n"))
+			fmt.Printf("%s %s %s| %s\n", head, r.Step, r.Stream, plain(strings.TrimRight(line, "\n")))
 			head = strings.Repeat(" ", len(head))
 		}
 		return nil
@@ -58,13 +58,39 @@ func printRecord(r *dsecv1.LogRecord) error {
 	}
 	detail := r.State
 	if r.Cause != nil && r.Cause.Class != "" {
-		detail += fmt.Sprintf(" (%s: %s %s)", r.Cause.Class, r.Cause.Reason, r.Cause.Detail)
+		detail += " (" + r.Cause.Class + ": " + strings.TrimSpace(r.Cause.Reason+" "+r.Cause.Detail) + ")"
 	}
-	if r.RequestJson != "" {
+	switch {
+	case r.RequestJson == "":
+	case r.Kind == "create":
+		detail += " " + createText(r.RequestJson)
+	default:
 		detail += " " + requestText(r.RequestJson)
 	}
 	_, err := fmt.Fprintln(os.Stdout, strings.TrimRight(head+" "+strings.TrimSpace(r.Step+" "+detail), " "))
 	return err
+}
+
+// createText shows what a sandbox was made of; the JSON form has all of it.
+func createText(j string) string {
+	var q dsecv1.HostCreateRequest
+	if (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal([]byte(j), &q) != nil || q.Spec == nil {
+		return requestText(j)
+	}
+	s := q.Spec
+	out := s.Environment
+	if out == "" {
+		layers := make([]string, len(s.Layers))
+		for i, l := range s.Layers {
+			layers[i] = short(l)
+		}
+		out = "layers " + strings.Join(layers, " ")
+	}
+	if s.Name != "" {
+		out += ", name " + s.Name
+	}
+	return fmt.Sprintf("%s, job %s, memory %s, disk %s, %d processes, network %s, user %s", out, s.Job, octetText(s.Resources.GetMemory()),
+		octetText(s.Resources.GetDisk()), s.Resources.GetPids(), s.Network, s.User)
 }
 
 // requestText shows what a step asked for: its argument list or text where it has one, else the whole request.
@@ -114,10 +140,12 @@ func outcomeText(o *dsecv1.Outcome) string {
 	if o.Error != "" {
 		fmt.Fprintf(&b, ": %s", o.Error)
 	}
-	for text, on := range map[string]bool{"output open": o.OutputOpen, "session ended": o.SessionEnd, "memory limit hit": o.MemoryHit,
-		"process limit hit": o.PidsHit, "disk full": o.DiskHit} {
-		if on {
-			fmt.Fprintf(&b, ", %s", text)
+	for _, f := range []struct {
+		on   bool
+		text string
+	}{{o.OutputOpen, "output open"}, {o.SessionEnd, "session ended"}, {o.MemoryHit, "memory limit hit"}, {o.PidsHit, "process limit hit"}, {o.DiskHit, "disk full"}} {
+		if f.on {
+			b.WriteString(", " + f.text)
 		}
 	}
 	if o.Stdout != nil && o.Stderr != nil {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -25,10 +26,10 @@ type sandboxFlags struct {
 	Disk       size              `help:"Limit of its own writes (default 10g)." placeholder:"SIZE"`
 	Pids       int64             `help:"Process limit (default 4096)." placeholder:"N"`
 	CPU        float64           `name:"cpu" help:"CPU cap; none by default." placeholder:"N"`
-	Idle       time.Duration     `help:"Stop after this long without activity (default 30m)." placeholder:"DUR"`
+	Idle       time.Duration     `help:"Stop after this long without activity, such as 90s or 2h (default 30m)." placeholder:"DUR"`
 	Total      time.Duration     `help:"Stop after this long (default 24h)." placeholder:"DUR"`
-	OnIdle     string            `help:"At the idle limit: stop or pause." enum:"stop,pause," default:""`
-	Net        string            `help:"Network: none (default) or open." enum:"none,open," default:""`
+	OnIdle     string            `help:"At the idle limit: stop (default) or pause." enum:"stop,pause," default:"" placeholder:"WHAT"`
+	Net        string            `help:"Network: none (default) or open." enum:"none,open," default:"" placeholder:"WHICH"`
 	User       string            `short:"u" help:"User of its commands (default: the environment's)."`
 	Cwd        string            `short:"w" help:"Working folder of its commands."`
 	Var        map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
@@ -171,13 +172,12 @@ func (x *inspectCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	c.Output = "json"
 	for _, id := range x.ID {
 		s, err := cl.Get(ctx, id)
 		if err != nil {
 			return err
 		}
-		if err := c.emit(s.Data, nil); err != nil {
+		if err := c.show(s.Data); err != nil {
 			return err
 		}
 	}
@@ -224,7 +224,33 @@ func (x *stopCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
+	// To stop what has ended is fine; a name or ID that never was is a slip of the hand.
+	for _, id := range x.ID {
+		if !reported(r, id) {
+			s, err := cl.Get(ctx, id)
+			if err != nil {
+				r.Errors = append(r.Errors, &dsecv1.ItemError{Message: explain(err)})
+				continue
+			}
+			r.Sandboxes = append(r.Sandboxes, s.Data)
+		}
+	}
 	return x.report(c, r)
+}
+
+// reported tells whether the answer speaks of what the caller named.
+func reported(r *dsecv1.SelectorResult, id string) bool {
+	for _, s := range r.Sandboxes {
+		if s.Id == id || s.Name == id {
+			return true
+		}
+	}
+	for _, e := range r.Errors {
+		if e.Id == id {
+			return true
+		}
+	}
+	return false
 }
 
 type pauseCmd struct{ group }
@@ -276,6 +302,9 @@ func (x *snapshotCmd) Run(ctx context.Context, c *cli) error {
 	ref, err := cl.Sandbox(x.ID).Snapshot(ctx, x.As)
 	if err != nil {
 		return err
+	}
+	if c.Output == "json" {
+		return json.NewEncoder(os.Stdout).Encode(map[string]string{"layer": ref})
 	}
 	fmt.Println(ref)
 	return nil

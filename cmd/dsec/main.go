@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 
 	"github.com/alecthomas/kong"
@@ -65,7 +66,7 @@ func main() {
 	var c cli
 	k := kong.Must(&c, kong.Name("dsec"),
 		kong.Description("Sandboxes for agents: isolated, stateful environments that start in milliseconds, and a log that never lies."),
-		kong.UsageOnError(), kong.Vars{"version": "dsec " + version},
+		kong.Vars{"version": "dsec " + version},
 		kong.ExplicitGroups([]kong.Group{{Key: "sandboxes", Title: "Sandboxes"}, {Key: "environments", Title: "Layers and environments"},
 			{Key: "services", Title: "Services"}, {Key: "other", Title: "Other"}}))
 	words := os.Args[1:]
@@ -73,7 +74,11 @@ func main() {
 		words = []string{"--help"}
 	}
 	parsed, err := k.Parse(words)
-	k.FatalIfErrorf(err)
+	if err != nil {
+		// Standard output is for what was asked for, and codes below 125 are those of commands inside.
+		fmt.Fprintf(os.Stderr, "dsec: %v (see `%s --help`)\n", err, commandOf(err))
+		os.Exit(125)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	parsed.BindTo(ctx, (*context.Context)(nil))
@@ -89,12 +94,36 @@ func main() {
 	}
 }
 
+// commandOf names the command whose use was wrong, as far as it was given.
+func commandOf(err error) string {
+	var p *kong.ParseError
+	if errors.As(err, &p) && p.Context != nil {
+		if path := p.Context.Command(); path != "" {
+			return "dsec " + bare(path)
+		}
+	}
+	return "dsec"
+}
+
+// bare leaves the arguments out of a path of commands such as "exec <id> <argv>".
+func bare(path string) string {
+	var out []string
+	for _, w := range strings.Fields(path) {
+		if w[0] != '<' && w[0] != '[' {
+			out = append(out, w)
+		}
+	}
+	return strings.Join(out, " ")
+}
+
 // explain adds what to do next to the errors that have one answer.
 func explain(err error) string {
 	text := err.Error()
 	switch {
 	case errors.Is(err, client.ErrDenied):
 		return text + "\nGive the key with --key-file or DSEC_KEY; `dsec up` wrote the first one beside its socket."
+	case errors.Is(err, client.ErrNotFound) && strings.HasPrefix(text, "sandbox "):
+		return text + "\nA name is that of a living sandbox; one that has ended is found by its ID (`dsec ps -a`)."
 	case errors.Is(err, context.Canceled):
 		return "interrupted"
 	}

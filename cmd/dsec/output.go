@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -9,22 +10,51 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 )
 
-// emit prints a message as one JSON value, or calls text.
+// marshal is protojson without its spaces, which differ from build to build.
+func marshal(m proto.Message, all bool) (json.RawMessage, error) {
+	b, err := protojson.MarshalOptions{EmitDefaultValues: all}.Marshal(m)
+	if err != nil {
+		return nil, err
+	}
+	var out bytes.Buffer
+	err = json.Compact(&out, b)
+	return out.Bytes(), err
+}
+
+// emit prints a message as one line of JSON, or calls text.
 func (c *cli) emit(m proto.Message, text func()) error {
 	if c.Output != "json" {
 		text()
 		return nil
 	}
-	b, err := protojson.MarshalOptions{EmitDefaultValues: true}.Marshal(m)
+	b, err := marshal(m, true)
 	if err != nil {
 		return err
 	}
 	fmt.Println(string(b))
+	return nil
+}
+
+// show prints a message whose text form is JSON too, then with indents and without what is empty.
+func (c *cli) show(m proto.Message) error {
+	if c.Output == "json" {
+		return c.emit(m, nil)
+	}
+	b, err := marshal(m, false)
+	if err != nil {
+		return err
+	}
+	var out bytes.Buffer
+	if err := json.Indent(&out, b, "", "  "); err != nil {
+		return err
+	}
+	fmt.Println(out.String())
 	return nil
 }
 
@@ -35,7 +65,7 @@ func emitList[M proto.Message](c *cli, list []M, text func()) error {
 	}
 	raw := make([]json.RawMessage, 0, len(list))
 	for _, m := range list {
-		b, err := protojson.MarshalOptions{EmitDefaultValues: true}.Marshal(m)
+		b, err := marshal(m, true)
 		if err != nil {
 			return err
 		}
@@ -52,6 +82,26 @@ func table(w io.Writer, head []string, rows [][]string) {
 		fmt.Fprintln(t, strings.Join(r, "\t"))
 	}
 	t.Flush()
+}
+
+// plain shows control characters as escapes, so that what a sandbox wrote can't steer the terminal that shows it.
+func plain(s string) string {
+	var b strings.Builder
+	for _, r := range s {
+		if r != '\t' && unicode.IsControl(r) {
+			fmt.Fprintf(&b, "\\x%02x", r)
+			continue
+		}
+		b.WriteRune(r)
+	}
+	return b.String()
+}
+
+func plural(n int, one string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return fmt.Sprintf("%d %ss", n, one)
 }
 
 func ago(t time.Time) string {

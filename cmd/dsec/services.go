@@ -44,7 +44,7 @@ func (keeperCmd) Run() error { return errors.New("the keeper is started by its h
 // hostFlags are what a host needs beside its places.
 type hostFlags struct {
 	PoolSize   size   `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
-	PoolDriver string `help:"Force a pool driver: btrfs, folder, quota, loop or tmpfs." placeholder:"NAME"`
+	PoolDriver string `help:"Force a pool driver: btrfs, btrfs-pool, project, ext4-image or tmpfs." placeholder:"NAME"`
 	StoreDir   string `name:"store" help:"Folder that holds the layers (default: STATE/store)." type:"path" placeholder:"FOLDER"`
 	UIDBase    uint32 `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
 	Slots      int    `help:"Sandboxes that may live at once." placeholder:"N"`
@@ -68,9 +68,10 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 		return nil, errors.New("a host needs root: it makes mounts, namespaces and cgroups (`dsec doctor` says what else)")
 	}
 	m = &machine{logger: logger, token: token}
+	opened := m // what an error returns is nil
 	defer func() {
 		if err != nil {
-			m.close()
+			opened.close()
 		}
 	}()
 	if m.id, err = identity(p.State); err != nil {
@@ -241,15 +242,16 @@ type gatewayFlags struct {
 }
 
 func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role, token string, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
-	e = &entry{logger: logger}
-	if e.facts, err = facts.OpenBolt(filepath.Join(p.State, "facts.db")); err != nil {
+	db, err := facts.OpenBolt(filepath.Join(p.State, "facts.db"))
+	if err != nil {
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
-			e.facts.Close()
+			db.Close()
 		}
 	}()
+	e = &entry{logger: logger, facts: db}
 	st, err := openStore(p, storeDir)
 	if err != nil {
 		return nil, err
@@ -344,26 +346,31 @@ func (x *upCmd) Run(ctx context.Context) error {
 		return err
 	}
 	reg := obs.NewRegistry()
+	// The machine comes last: it mounts the pool, which a start that fails must not leave behind.
 	inside := "unix:" + filepath.Join(x.RunDir, "host.sock")
 	hostListener, err := rpc.Listen(inside)
 	if err != nil {
 		return err
 	}
-	m, err := openMachine(ctx, &x.places, &x.hostFlags, token, reg, logger)
+	defer hostListener.Close()
+	listeners, err := listen(filepath.Join(x.RunDir, "dsec.sock"), x.Listen)
 	if err != nil {
-		hostListener.Close()
 		return err
 	}
-	defer m.close()
+	for _, l := range listeners {
+		defer l.Close()
+	}
 	x.HostAddr = append(x.HostAddr, inside)
 	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "up", token, reg, logger)
 	if err != nil {
 		return err
 	}
-	listeners, err := listen(filepath.Join(x.RunDir, "dsec.sock"), x.Listen)
+	m, err := openMachine(ctx, &x.places, &x.hostFlags, token, reg, logger)
 	if err != nil {
+		e.facts.Close()
 		return err
 	}
+	defer m.close()
 	logger.Info("dsec is up", "host", m.id, "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"), "pool", m.pool.Describe().Driver)
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error { return m.serve(run, !x.Keep, hostListener) })
@@ -417,7 +424,8 @@ func (x *gatewayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	logger.Info("gateway is up", "hosts", strings.Join(x.HostAddr, " "))
+	logger.Info("gateway is up", "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"),
+		"hosts", strings.Join(append(x.HostAddr, x.settings.Gateway.Hosts...), " "))
 	return e.serve(ctx, listeners...)
 }
 
