@@ -2,6 +2,8 @@ package client
 
 import (
 	"context"
+	"crypto/rand"
+	"strings"
 	"sync"
 	"time"
 
@@ -16,9 +18,12 @@ type Job struct {
 	done   sync.WaitGroup
 }
 
-// OpenJob makes or joins a job. With lease > 0 (60 s at most) it is renewed in the background every third of it until Close;
-// onLeaseEnd is stop (default), pause or keep.
+// OpenJob makes or joins a job; an empty name makes a new one under a name of its own. With lease > 0 (60 s at most) it is renewed
+// in the background every third of it until Close; onLeaseEnd is stop (default), pause or keep.
 func (c *Client) OpenJob(ctx context.Context, name string, lease time.Duration, onLeaseEnd string) (*Job, error) {
+	if name == "" {
+		name = "job-" + strings.ToLower(rand.Text())
+	}
 	if _, err := call(ctx, c, c.JobService.Put, &dsecv1.PutJobRequest{Job: &dsecv1.Job{Name: name, LeaseMs: lease.Milliseconds(), OnLeaseEnd: onLeaseEnd}}); err != nil {
 		return nil, err
 	}
