@@ -85,7 +85,7 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	}
 	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
-		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources}}
+		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources, files: k.recent.files()}}
 	b.birth.Seccomp = nil
 	ctx, b.abort = context.WithCancel(ctx)
 	defer b.abort()
@@ -503,6 +503,7 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 	if at, ok := ctx.Deadline(); ok && at.Before(end) {
 		end = at
 	}
+	b.grp.files.closeAll()
 	if err := b.grp.remove(names, time.Until(end)); err != nil {
 		return fmt.Errorf("destroy %s: %w", id, err)
 	}

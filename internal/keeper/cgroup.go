@@ -182,6 +182,7 @@ type group struct {
 	spare []spare  // empty command groups
 	used  []string // names of groups whose command has ended while something in them lives
 	epoch int      // counts what take and put have done
+	files *kernelFiles
 	quiet quiet
 	// spent are groups that were killed. Since 6.14 a child that is cloned into a group with an earlier kill dies at once: the
 	// kernel compares the kill count of the parent's group with that of the new one.
@@ -340,6 +341,7 @@ func (b *group) putKnown(name string, populated bool, cpu time.Duration) {
 	case populated:
 		b.used = append(b.used, name)
 	case b.isSpent(name) || len(b.spare) >= spareGroups:
+		b.files.drop(name)
 		if unix.Rmdir(b.v2(name)) != nil {
 			b.used = append(b.used, name)
 		} else {
@@ -351,7 +353,7 @@ func (b *group) putKnown(name string, populated bool, cpu time.Duration) {
 }
 
 func (b *group) populated(name string) bool {
-	v, _ := readKey(b.v2(name, "cgroup.events"), "populated")
+	v, _ := b.key(kernelFile{group: name, file: "cgroup.events"}, "populated")
 	return v != 0
 }
 
@@ -458,20 +460,23 @@ func (b *group) oomKills() int64 {
 	if b.g.in2["memory"] {
 		file = "memory.events"
 	}
-	v, _ := readKey(filepath.Join(b.where("memory"), file), "oom_kill")
+	v, _ := b.key(kernelFile{ctrl: "memory", file: file}, "oom_kill")
 	return v
 }
 
 // forksRefused is the kernel's count of forks refused by the process limit.
 func (b *group) forksRefused() int64 {
-	v, _ := readKey(filepath.Join(b.where("pids"), "pids.events"), "max")
+	v, _ := b.key(kernelFile{ctrl: "pids", file: "pids.events"}, "max")
 	return v
 }
 
 // resetPeak starts a new maximum of the sandbox's memory for stepPeak, where the kernel can: v1, and v2 from 6.12 on.
 func (b *group) resetPeak() bool {
 	if !b.g.in2["memory"] {
-		return writeFile(b.v1("memory")+"/memory.max_usage_in_bytes", "0") == nil
+		return b.with(peakV1, func(fd int) error {
+			_, err := unix.Pwrite(fd, []byte("0"), 0)
+			return err
+		}) == nil
 	}
 	b.peakMu.Lock()
 	defer b.peakMu.Unlock()
@@ -520,13 +525,20 @@ func (b *group) closePeak() {
 	b.peakFD = -1
 }
 
+var peakV1 = kernelFile{ctrl: "memory", file: "memory.max_usage_in_bytes"}
+
 // peak is the maximum since the birth on v2, since the last reset on v1.
 func (b *group) peak() int64 {
-	file := "memory.max_usage_in_bytes"
+	k := peakV1
 	if b.g.in2["memory"] {
-		file = "memory.peak"
+		k.file = "memory.peak"
 	}
-	v, err := readNumber(filepath.Join(b.where("memory"), file))
+	var buf [64]byte
+	text, err := b.pread(k, buf[:])
+	if err != nil {
+		return -1
+	}
+	v, err := strconv.ParseInt(string(bytes.TrimSpace(text)), 10, 64)
 	if err != nil {
 		return -1
 	}
@@ -534,13 +546,19 @@ func (b *group) peak() int64 {
 }
 
 // cpu is the time used by a command group since it was made.
-func (b *group) cpu(sub ...string) time.Duration {
-	v, _ := readKey(b.v2(append(sub, "cpu.stat")...), "usage_usec")
+func (b *group) cpu(name string) time.Duration {
+	v, _ := b.key(kernelFile{group: name, file: "cpu.stat"}, "usage_usec")
+	return time.Duration(v) * time.Microsecond
+}
+
+// allCPU is the time used by the sandbox.
+func (b *group) allCPU() time.Duration {
+	v, _ := readKey(b.v2("cpu.stat"), "usage_usec")
 	return time.Duration(v) * time.Microsecond
 }
 
 func (b *group) stats() sandbox.Stats {
-	s := sandbox.Stats{MemoryPeak: b.peak(), CPU: b.cpu(), Disk: -1, OOMKills: b.oomKills()}
+	s := sandbox.Stats{MemoryPeak: b.peak(), CPU: b.allCPU(), Disk: -1, OOMKills: b.oomKills()}
 	file := "memory.usage_in_bytes"
 	if b.g.in2["memory"] {
 		file = "memory.current"
@@ -596,13 +614,17 @@ func readKey(path, key string) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	for line := range bytes.SplitSeq(b, []byte("\n")) {
+	return findKey(b, key, path)
+}
+
+func findKey(text []byte, key, file string) (int64, error) {
+	for line := range bytes.SplitSeq(text, []byte("\n")) {
 		k, v, ok := bytes.Cut(line, []byte(" "))
 		if ok && string(k) == key {
 			return strconv.ParseInt(string(v), 10, 64)
 		}
 	}
-	return 0, fmt.Errorf("%s: no %s", path, key)
+	return 0, fmt.Errorf("%s: no %s", file, key)
 }
 
 func readNumber(path string) (int64, error) {

@@ -38,6 +38,7 @@ type Keeper struct {
 	overlayByPath bool
 	features      map[string]string
 	maskList      []string   // guarded by mu
+	recent        *recent    // files of groups that are kept open
 	garbage       chan []int // descriptors whose closing waits for the kernel
 
 	link atomic.Pointer[link] // the host's connection that gets events
@@ -112,7 +113,7 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 		return nil, err
 	}
 	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{},
-		garbage: make(chan []int, 256), netns: newNetnsPool(cfg.NetnsPool)}, nil
+		garbage: make(chan []int, 256), recent: newRecent(), netns: newNetnsPool(cfg.NetnsPool)}, nil
 }
 
 // Run serves until ctx ends or a host says shutdown; then everything in every sandbox is killed.
