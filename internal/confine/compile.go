@@ -243,3 +243,41 @@ func (p Policy) Compile(notify bool) ([]byte, error) {
 	}
 	return out, nil
 }
+
+// CompileWatched returns two filters. events goes to the common parent of all commands, which asks its one listener about events;
+// commands is theirs, and leaves events to that. Where nobody listens it refuses them still (ENOSYS), unless a tracer of the
+// process lets them pass: use it only together with events.
+func (p Policy) CompileWatched() (commands, events []byte, err error) {
+	if commands, err = p.Compile(true); err != nil {
+		return nil, nil, err
+	}
+	// Of the verdicts of several filters the kernel takes the strictest, of equals that of the filter added last: a question to a
+	// listener that this filter has not. "Trace" is weaker than the question.
+	for i := 0; i < len(commands); i += 8 {
+		k := commands[i+4 : i+8]
+		if binary.NativeEndian.Uint16(commands[i:]) == ret && binary.NativeEndian.Uint32(k) == unix.SECCOMP_RET_USER_NOTIF {
+			binary.NativeEndian.PutUint32(k, unix.SECCOMP_RET_TRACE)
+		}
+	}
+	events, err = p.events().Compile(true)
+	return commands, events, err
+}
+
+// events is the policy that asks about events and lets everything else pass.
+func (p Policy) events() Policy {
+	asks := map[uint32]bool{}
+	for _, r := range p.Rules {
+		asks[r.Call] = asks[r.Call] || r.Do.kind == event
+	}
+	q := Policy{Arch: p.Arch, X32: p.X32}
+	for _, r := range p.Rules {
+		if !asks[r.Call] {
+			continue
+		}
+		if r.Do.kind != event {
+			r.Do = Allow()
+		}
+		q.Rules = append(q.Rules, r)
+	}
+	return q
+}

@@ -215,3 +215,42 @@ func ExamplePolicy_Compile() {
 	fmt.Println(len(code)%8, len(code) < 8*600, err)
 	// Output: 0 true <nil>
 }
+
+// The two filters together decide as the one with a listener does: events are asked about, the rest is the same.
+func TestCompileWatched(t *testing.T) {
+	p := Container()
+	commands, events, err := p.CompileWatched()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d instructions for commands, %d for events", len(commands)/8, len(events)/8)
+	if len(events) >= 128*8 {
+		t.Errorf("process 1 takes fewer than 128 instructions")
+	}
+	strict := func(v uint32) int32 { return int32(v & unix.SECCOMP_RET_ACTION_FULL) } // as the kernel compares
+	rnd, vals, asked := rand.New(rand.NewPCG(1, 2)), p.interesting(), 0
+	for range 200_000 {
+		c := call{arch: p.Arch, nr: vals[rnd.IntN(len(vals))]}
+		for i := range c.args {
+			c.args[i] = uint64(vals[rnd.IntN(len(vals))])
+		}
+		newer, _ := simulate(t, commands, c)
+		older, _ := simulate(t, events, c)
+		got := newer
+		if strict(older) < strict(newer) {
+			got = older
+		}
+		if want := p.judge(c, true); got != want {
+			t.Fatalf("%+v: %#x and %#x, want %#x", c, newer, older, want)
+		}
+		if got == unix.SECCOMP_RET_USER_NOTIF {
+			asked++
+			if newer == unix.SECCOMP_RET_ALLOW {
+				t.Fatalf("%+v passes where nobody listens", c)
+			}
+		}
+	}
+	if asked == 0 {
+		t.Error("no event among the calls")
+	}
+}

@@ -1,6 +1,10 @@
 package confine
 
-import "golang.org/x/sys/unix"
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
 
 // Flags that make namespaces, for clone(2) and unshare(2). CLONE_NEWTIME is part of the exit signal in clone(2).
 const newNamespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC | unix.CLONE_NEWUSER |
@@ -92,6 +96,33 @@ func Container() Policy {
 	p := Policy{Foreign: Kill(), Known: knownCalls, Rules: containerRules()}
 	p.Arch, p.X32 = nativeArch()
 	return p
+}
+
+// EventName names a call that a policy's Event refused.
+func EventName(call uint32, args [6]uint64) string {
+	switch call {
+	case unix.SYS_OPEN_BY_HANDLE_AT:
+		return "open_by_handle_at"
+	case unix.SYS_KEXEC_LOAD:
+		return "kexec_load"
+	case unix.SYS_KEXEC_FILE_LOAD:
+		return "kexec_file_load"
+	case unix.SYS_IOCTL:
+		switch args[1] & 0xffff {
+		case ioEXT4MoveExt:
+			return "ioctl EXT4_IOC_MOVE_EXT"
+		case ioEXT4SwapBoot:
+			return "ioctl EXT4_IOC_SWAP_BOOT"
+		case ioXFSSwapExt:
+			return "ioctl XFS_IOC_SWAPEXT"
+		case ioXFSExchange, ioXFSStart, ioXFSCommit:
+			return "ioctl XFS_IOC_EXCHANGE_RANGE"
+		case ioF2FSMove:
+			return "ioctl F2FS_IOC_MOVE_RANGE"
+		}
+		return fmt.Sprintf("ioctl %#x", uint32(args[1]))
+	}
+	return fmt.Sprintf("call %d", call)
 }
 
 // Capability sets of a container.
