@@ -288,6 +288,7 @@ func TestDeadline(t *testing.T) {
 	if err := h.c.Start(ctx, id, c); err != nil {
 		t.Fatal(err)
 	}
+	h.rec.until(t, "output", func() bool { return string(h.rec.get(id, "long").out) == "x\n" })
 	cause := sandbox.Cause{Class: sandbox.ClassLimit, Reason: "total"}
 	if err := h.c.SetDeadline(ctx, id, DeadlineTotal, time.Now().Add(100*time.Millisecond), cause); err != nil {
 		t.Fatal(err)
