@@ -102,7 +102,7 @@ initramfs() { # kernel
   release=$(ls "$cache/$1/modules"); modules="$cache/$1/modules/$release"
   mkdir -p "$dir/modules" "$dir/new" "$dir/proc" "$dir/sys" "$dir/dev"
   cp "$work/init" "$dir/init"
-  for m in virtio_pci virtio_blk; do
+  for m in virtio_pci virtio_blk quota_v2; do
     for f in $(awk -F: -v m="/$m.ko" 'index($1, m) {n = split($2, d, " "); for (i = n; i > 0; i--) print d[i]; print $1}' "$modules/modules.dep"); do
       [ -n "$(find "$dir/modules" -name "*-$(basename "$f")")" ] || cp "$modules/$f" "$dir/modules/$((n++))-$(basename "$f")"
     done
@@ -140,7 +140,7 @@ boot() { # kernel
     -drive "file=$cache/root.img,format=raw,if=virtio,snapshot=on" -drive "file=$work/second-$k.img,format=raw,if=virtio,cache=unsafe" \
     </dev/null >"$work/console-$k" 2>&1 &
   qemu=$!
-  tail -n +1 --pid=$qemu -f "$work/console-$k" | tr -d '\r' | grep --line-buffered -aE '^(kernels:|seen: |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' || true
+  tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|seen: |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' || true
   wait "$qemu" || status=$?
   qemu=""
   out=$cache/out/$k; rm -rf "$out"; mkdir -p "$out"

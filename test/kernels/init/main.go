@@ -193,7 +193,7 @@ func plan() error {
 	return nil
 }
 
-var verdict = regexp.MustCompile(`^\s*(--- |panic:|FAIL|ok |PASS|fatal error|seen: )`)
+var verdict = regexp.MustCompile(`^\s*(=== RUN|--- |panic:|FAIL|ok |PASS|fatal error|seen: )`)
 
 // run returns the exit status, -1 when there is none.
 func run(name string, within time.Duration, dir string, argv []string) int {
