@@ -64,6 +64,18 @@ func (x *runCmd) Run(ctx context.Context, c *cli) error {
 	return x.processFlags.exec(ctx, c, sb, client.Cmd{Argv: afterDashes(x.Argv)})
 }
 
+// Validate refuses an unknown flag, which would else begin the command.
+func (x *runCmd) Validate() error   { return noFlag(x.Argv) }
+func (x *execCmd) Validate() error  { return noFlag(x.Argv) }
+func (x *shellCmd) Validate() error { return noFlag(x.Shell) }
+
+func noFlag(argv []string) error {
+	if len(argv) > 0 && argv[0] != "--" && strings.HasPrefix(argv[0], "-") {
+		return fmt.Errorf("unknown flag %s (a command that begins with a dash goes behind --)", argv[0])
+	}
+	return nil
+}
+
 // afterDashes drops the "--" that a passthrough argument keeps.
 func afterDashes(argv []string) []string {
 	if len(argv) > 0 && argv[0] == "--" {

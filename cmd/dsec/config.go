@@ -71,25 +71,25 @@ func (p *places) load() error {
 	return nil
 }
 
-func setSize(to *int64, text string) error {
+func setSize(to *int64, name, text string) error {
 	if text == "" {
 		return nil
 	}
 	var s size
 	if err := s.UnmarshalText([]byte(text)); err != nil {
-		return err
+		return fmt.Errorf("%s: %w", name, err)
 	}
 	*to = int64(s)
 	return nil
 }
 
-func setDuration(to *time.Duration, text string) error {
+func setDuration(to *time.Duration, name, text string) error {
 	if text == "" {
 		return nil
 	}
 	d, err := time.ParseDuration(text)
 	if err != nil {
-		return err
+		return fmt.Errorf("%s: %w", name, err)
 	}
 	*to = d
 	return nil

@@ -80,9 +80,6 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.log, err = trajectory.Open(trajectory.Default(filepath.Join(p.State, "log")), logger); err != nil {
 		return nil, err
 	}
-	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
-		return nil, err
-	}
 	st, err := openStore(p, f.StoreDir)
 	if err != nil {
 		return nil, err
@@ -94,11 +91,15 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if err != nil {
 		return nil, err
 	}
-	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: m.pool, Log: logger}); err != nil {
-		return nil, err
-	}
 	hc, err := p.host(m.id)
 	if err != nil {
+		return nil, err
+	}
+	// After the settings were read, so that a slip in them leaves no mount behind.
+	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
+		return nil, err
+	}
+	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: m.pool, Log: logger}); err != nil {
 		return nil, err
 	}
 	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {
@@ -149,8 +150,8 @@ func (p *places) host(id sandbox.HostID) (host.Config, error) {
 	if s.MaxBirths > 0 {
 		hc.MaxBirths = s.MaxBirths
 	}
-	err := errors.Join(setSize(&hc.MemoryReserve, s.MemoryReserve), setSize(&hc.DiskReserve, s.DiskReserve), setSize(&hc.LogReserve, s.LogReserve),
-		setDuration(&hc.Retention, s.Retention))
+	err := errors.Join(setSize(&hc.MemoryReserve, "host.memory_reserve", s.MemoryReserve), setSize(&hc.DiskReserve, "host.disk_reserve", s.DiskReserve),
+		setSize(&hc.LogReserve, "host.log_reserve", s.LogReserve), setDuration(&hc.Retention, "host.retention", s.Retention))
 	return hc, err
 }
 
