@@ -109,7 +109,16 @@ func (s sandboxService) group(ctx context.Context, sel *dsecv1.Selector, act fun
 	if err := checkSelector(sel); err != nil {
 		return nil, err
 	}
-	return connect.NewResponse(each(s.h.selected(ctx, sel), act)), nil
+	// Names lead nowhere once their sandboxes have ended, so what is unknown is told from before the act.
+	var unknown []*dsecv1.ItemError
+	for i, id := range sel.GetIds() {
+		if _, err := s.h.get(ctx, id); err != nil {
+			unknown = append(unknown, &dsecv1.ItemError{Id: id, Code: rpc.CodeName(err), Message: err.Error(), Index: int32(i)})
+		}
+	}
+	r := each(s.h.selected(ctx, sel), act)
+	r.Errors = append(r.Errors, unknown...)
+	return connect.NewResponse(r), nil
 }
 
 func (s sandboxService) either(ctx context.Context, id string, sel *dsecv1.Selector, act func(*box) error) (*connect.Response[dsecv1.SelectorResult], error) {
