@@ -90,7 +90,15 @@ func eachDriver(t *testing.T, run func(t *testing.T, p *upper.Pool)) {
 }
 
 // fill writes n octets that don't compress to a file and returns how many it took.
-func fill(path string, n int) (int, error) {
+func fill(path string, n int) (written int, err error) {
+	err = upper.AsWorkload(func() error {
+		written, err = fillAsIs(path, n)
+		return err
+	})
+	return written, err
+}
+
+func fillAsIs(path string, n int) (int, error) {
 	f, err := os.Create(path)
 	if err != nil {
 		return 0, err
