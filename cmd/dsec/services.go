@@ -121,13 +121,13 @@ func openStore(p *places, dir string) (*store.Dir, error) {
 }
 
 func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (container.Config, error) {
-	filter, err := confine.Container().Compile(false)
+	filter, events, err := confine.Container().CompileWatched()
 	if err != nil {
 		return container.Config{}, err
 	}
 	cc := container.Config{
 		Instance: instance(id), Host: string(id), StateDir: filepath.Join(p.State, "container"), RunDir: filepath.Join(p.RunDir, "keeper-"+instance(id)),
-		UIDBase: f.UIDBase, Slots: f.Slots, Guest: guest, Seccomp: filter,
+		UIDBase: f.UIDBase, Slots: f.Slots, Guest: guest, Seccomp: filter, Events: events,
 		LeaveDynmods: p.settings.Host.LeaveDynmods, NetnsPool: p.settings.Host.NetnsPool,
 	}
 	cc.Network.Off = p.settings.Network.Off

@@ -53,6 +53,9 @@ type Birth struct {
 	Caps     uint64
 	Deadline time.Time // total TTL; zero is none
 	Lease    time.Time // end of the lease; zero is none
+	// Events is a sock_filter[] of fewer than 128 instructions that asks about calls of commands, all of which are refused and told to
+	// the handler; none asks about nothing.
+	Events []byte
 }
 
 // DefaultCaps are the capabilities of a command run as root: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
@@ -75,7 +78,7 @@ type Born struct {
 type Alive struct {
 	ID       sandbox.ID
 	Born     Born
-	Birth    Birth // without Seccomp
+	Birth    Birth // without Seccomp and Events
 	Frozen   bool
 	Ended    *sandbox.Cause // set when it ended and the host has not called Destroy
 	Commands []Running

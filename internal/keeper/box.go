@@ -49,6 +49,7 @@ type box struct {
 	dirty    []*command            // may have something to send
 	sessions map[string]*session
 	endings  []*ending // of sessions, in order
+	denials  denials
 	frozen   bool
 	ready    bool           // born
 	dead     bool           // process 1 has ended
@@ -86,7 +87,7 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
 		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources, files: k.recent.files()}}
-	b.birth.Seccomp = nil
+	b.birth.Seccomp, b.birth.Events = nil, nil
 	ctx, b.abort = context.WithCancel(ctx)
 	defer b.abort()
 	defer close(b.settled)
@@ -231,6 +232,13 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 		ops = append(ops, wire.Op("ro", m))
 	}
 	ops = append(ops, wire.Op("pivot"), wire.Op("hostname", birth.Hostname))
+	if len(birth.Events) > 0 {
+		fd, err := b.k.eventsFile(birth.Events)
+		if err != nil {
+			return err
+		}
+		add("events", fd)
+	}
 	add("userns", sl.user)
 	m := wire.Birth{UID: birth.UIDBase + idsPerSandbox, Ops: ops, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
 	if birth.NoNewPrivs {
@@ -280,6 +288,11 @@ func (k *Keeper) rlimits() []wire.Rlimit {
 func (b *box) awaitReady(ctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() { b.ctl.SetDeadline(time.Unix(1, 0)) })
 	f, err := b.ctl.ReadFrame()
+	if err == nil && f.Type == wire.TListener && len(f.FDs) == 1 {
+		if err = b.k.watcher.add(b, f.FDs[0]); err == nil {
+			f, err = b.ctl.ReadFrame()
+		}
+	}
 	if !stop() {
 		return ctx.Err()
 	}
@@ -618,6 +631,7 @@ func (b *box) rewind() {
 	for _, e := range b.endings {
 		e.out = outPending
 	}
+	b.denials.out = 0
 	if b.causeOut == outSent {
 		b.causeOut = outPending
 	}
@@ -672,6 +686,13 @@ func (b *box) pumpEnds(l *link) error {
 	if b.removed {
 		b.mu.Unlock()
 		return nil
+	}
+	if len(b.denials.pending) > 0 {
+		b.mu.Unlock()
+		if err := b.pumpDenials(l); err != nil {
+			return err
+		}
+		b.mu.Lock()
 	}
 	if len(b.endings) == 0 && b.causeOut != outPending {
 		b.mu.Unlock()

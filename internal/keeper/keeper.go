@@ -32,14 +32,16 @@ type Keeper struct {
 	spawner       *spawner
 	netns         *netnsPool
 	layers        *layers
+	watcher       *watcher
 	tmpl          *templates
 	image         *os.File // process 1's program, a sealed memory file
 	helper        int      // its descriptor
 	overlayByPath bool
 	features      map[string]string
-	maskList      []string   // guarded by mu
-	recent        *recent    // files of groups that are kept open
-	garbage       chan []int // descriptors whose closing waits for the kernel
+	maskList      []string       // guarded by mu
+	events        map[string]int // memory files of filters for process 1, by content; guarded by mu
+	recent        *recent        // files of groups that are kept open
+	garbage       chan []int     // descriptors whose closing waits for the kernel
 
 	link atomic.Pointer[link] // the host's connection that gets events
 	stop context.CancelFunc
@@ -95,7 +97,7 @@ func run(args []string, log *slog.Logger) error {
 		return unix.Exec(fmt.Sprintf("/proc/self/fd/%d", exe), os.Args, env)
 	}
 	os.Unsetenv(stageVar)
-	debug.SetGCPercent(50)
+	debug.SetGCPercent(100)
 	debug.SetMemoryLimit(256 << 20)
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
@@ -112,7 +114,7 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
-	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{},
+	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{}, events: map[string]int{},
 		garbage: make(chan []int, 256), recent: newRecent(), netns: newNetnsPool(cfg.NetnsPool)}, nil
 }
 
@@ -139,7 +141,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	var wg sync.WaitGroup
-	wg.Add(2)
+	wg.Add(3)
+	go func() { defer wg.Done(); k.watcher.run(ctx) }()
 	go func() { defer wg.Done(); k.netns.run(ctx, k.log) }()
 	go func() { defer wg.Done(); k.collect(ctx) }()
 	go func() { <-ctx.Done(); l.Close() }()
@@ -202,6 +205,9 @@ func (k *Keeper) prepare() error {
 		return err
 	}
 	if k.tmpl, err = makeTemplates(".", k.cg); err != nil {
+		return err
+	}
+	if k.watcher, err = newWatcher(k.log); err != nil {
 		return err
 	}
 	k.spawner = newSpawner(k.helper, k.tmpl.null, k.log)

@@ -33,6 +33,8 @@ type Config struct {
 	Guest *os.File
 	// Seccomp is the filter of commands (sock_filter[]); empty installs none.
 	Seccomp []byte
+	// Events is the filter of process 1 that asks about calls to report (keeper.Birth); empty reports none.
+	Events []byte
 	// LeaveDynmods leaves the cgroup2 mount as it is, instead of setting favordynmods.
 	LeaveDynmods bool
 	NetnsPool    int // network namespaces kept ready; 0 is the keeper's default

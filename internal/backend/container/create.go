@@ -106,7 +106,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	birth := &keeper.Birth{
 		ID: x.id, Layers: x.spec.Layers, UpperDir: u.Dir, WorkDir: u.Work, UIDBase: b.slots.uid(x.slot),
 		Hostname: x.spec.Hostname, Resources: x.spec.Resources, Network: x.spec.Network, Env: x.spec.Env,
-		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp,
+		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp, Events: b.cfg.Events,
 	}
 	if open {
 		if err := b.net.setUp(); err != nil {
