@@ -96,7 +96,7 @@ func peerRound(ctx context.Context, p *peer.Peer, row peer.Row, r *result, round
 // when the candidate does nothing.
 func (r *result) window(ctx context.Context, cycles int, group, client func() (time.Duration, error), load func() (time.Duration, error)) error {
 	const idleFor, after = 1500 * time.Millisecond, 1500 * time.Millisecond
-	var reads [3]measure.Reading
+	var reads [4]measure.Reading
 	take := func(i int) (err error) {
 		reads[i], err = measure.Read(group, client)
 		return err
@@ -117,7 +117,15 @@ func (r *result) window(ctx context.Context, cycles int, group, client func() (t
 	if err := take(2); err != nil {
 		return err
 	}
+	time.Sleep(idleFor)
+	if err := take(3); err != nil {
+		return err
+	}
+	// The quieter of the moments before and after: what else the machine does comes and goes.
 	idle := reads[1].Since(reads[0])
+	if later := reads[3].Since(reads[2]); later.Kernel+later.Machine < idle.Kernel+idle.Machine {
+		idle = later
+	}
 	spent := reads[2].Since(reads[1]).Less(idle)
 	measure.Note("idle: machine %.1f%%, kernel threads %.1f%%, candidate %.1f%% of one CPU (taken off); window %.1f s, %d cycles",
 		share(idle.Machine, idle), share(idle.Kernel, idle), share(idle.Group, idle), wall.Seconds(), cycles)
