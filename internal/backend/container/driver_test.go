@@ -3,6 +3,7 @@ package container_test
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"os"
 	"slices"
 	"strings"
@@ -210,8 +211,17 @@ func TestFailedCreateLeavesNothing(t *testing.T) {
 
 // Each way to limit a disk carries a whole life, snapshot included.
 func TestEveryPool(t *testing.T) {
-	for _, driver := range []string{upper.DriverPool, upper.DriverImage, upper.DriverTmpfs} {
+	for _, driver := range []string{upper.DriverPool, upper.DriverProject, upper.DriverImage, upper.DriverTmpfs} {
 		t.Run(driver, func(t *testing.T) {
+			if driver == upper.DriverProject {
+				p, err := upper.Open(t.Context(), upper.Config{State: t.TempDir(), Driver: driver}, slog.New(slog.DiscardHandler))
+				if err != nil {
+					t.Skipf("skip: %v", err)
+				}
+				if err := p.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
 			e := containertest.New(t, containertest.Options{Driver: driver})
 			before := e.Left(t)
 			s := spec(e)
