@@ -7,6 +7,7 @@
 //	attack reach ADDRESS..   connections that must be refused or find no way, never succeed or hang: tcp:HOST:PORT, unix:NAME (abstract)
 //	attack leave NAME        leaves what a neighbour could find, and stays
 //	attack look NAME         looks for what `leave` left in another sandbox
+//	attack swap              one call that is also reported
 //	attack cpus              prints what Go takes for the number of processors
 package main
 
@@ -50,6 +51,8 @@ func main() {
 		end(look(args[0]))
 	case "cpus":
 		fmt.Println(runtime.GOMAXPROCS(0))
+	case "swap":
+		end([]attempt{call("extent swap", "EPERM", unix.SYS_IOCTL, 0, 0xc028660f, 0)})
 	case "x32":
 		unix.RawSyscall(0x40000000|unix.SYS_GETPID, 0, 0, 0)
 	case "int80":

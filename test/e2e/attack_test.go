@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
 )
 
@@ -78,6 +79,46 @@ func TestAttacksFromInside(t *testing.T) {
 			}
 		}
 	}
+}
+
+// A call that no honest tool makes is refused and stands in the log with its command.
+func TestRefusedCallsAreLogged(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	sb := s.attackBox(t)
+	denied := func() (calls map[string]int) {
+		calls = map[string]int{}
+		must(t, s.client().Log(within(t), &dsecv1.ReadLogRequest{Sandbox: sb.ID}, func(r *dsecv1.LogRecord) error {
+			if r.Kind == "denied" {
+				calls[r.Step+" "+r.RequestJson]++
+			}
+			return nil
+		}))
+		return calls
+	}
+	exe(t, sb, client.Cmd{Argv: []string{"bash", "-c", "strace -f true; cp --reflink=auto /bin/true /tmp/t; dpkg -l; python3 -c 1"}})
+	if got := denied(); len(got) != 0 {
+		t.Errorf("honest tools: %v", got)
+	}
+	attack(t, sb, "alice", "run")
+	ses := session(t, sb, client.SessionOptions{})
+	inSession, err := ses.Run(within(t), "/opt/attack run")
+	must(t, err)
+	p, err := sb.Run(within(t), client.Cmd{ID: "swap", Argv: []string{"/opt/attack", "swap"}})
+	must(t, err)
+	if !p.OK() {
+		t.Errorf("%s", describe(p))
+	}
+	must(t, eventually(func() error {
+		got := denied()
+		all := fmt.Sprint(got)
+		for _, want := range []string{"EXT4_IOC_MOVE_EXT", "XFS_IOC_SWAPEXT", "open_by_handle_at", "kexec_load", "attack", "swap ", inSession.ID + " "} {
+			if !strings.Contains(all, want) {
+				return fmt.Errorf("no %s in %s", want, all)
+			}
+		}
+		return nil
+	}))
 }
 
 func TestAttacksOnNeighbours(t *testing.T) {
