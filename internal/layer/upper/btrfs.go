@@ -328,6 +328,10 @@ func (d *subvolumes) get(id string) (Upper, error) {
 
 func (d *subvolumes) remove(id string) error {
 	aside, err := d.toTrash(d.live(id), id)
+	if errors.Is(err, unix.ENOSPC) {
+		// A full pool has no room to record a move, but the kernel keeps some for deletions, and this one makes room.
+		return d.destroy(d.live(id))
+	}
 	if err != nil {
 		return err
 	}

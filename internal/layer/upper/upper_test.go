@@ -505,3 +505,35 @@ func TestConfig(t *testing.T) {
 		}
 	}
 }
+
+// A pool that is full to the brim can be emptied: what lies in it is removed at once, though nothing can be written any more.
+func TestRemoveFromAFullPool(t *testing.T) {
+	p := open(t, upper.DriverPool, state(t))
+	t.Cleanup(func() { must(t, p.Close()) })
+	var ids, dirs []string
+	for n := range 3 {
+		id := fmt.Sprint("full-", n)
+		u, err := p.Create(context.Background(), id, upper.Request{Disk: poolSize})
+		must(t, err)
+		ids, dirs = append(ids, id), append(dirs, u.Dir)
+	}
+	for _, dir := range dirs {
+		f, err := os.Create(filepath.Join(dir, "data"))
+		block := make([]byte, 1<<20)
+		for err == nil {
+			_, err = f.Write(block)
+		}
+		f.Close()
+		// Small files take what is left for the file system's own use.
+		for k := 0; k < 100_000 && os.WriteFile(filepath.Join(dir, fmt.Sprint("small-", k)), block[:2000], 0o600) == nil; k++ {
+		}
+	}
+	for _, id := range ids {
+		if err := p.Remove(context.Background(), id); err != nil {
+			t.Errorf("remove %s: %v", id, err)
+		}
+	}
+	if left, err := p.List(); err != nil || len(left) > 0 {
+		t.Errorf("%v %v", left, err)
+	}
+}
