@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/url"
@@ -76,9 +77,19 @@ func wrap(err error) error {
 	}
 	var ce *connect.Error
 	if errors.As(err, &ce) {
-		return &Error{Code: ce.Code().String(), Message: ce.Message(), kind: codes[ce.Code()]}
+		code := codeOf(err)
+		return &Error{Code: code.String(), Message: ce.Message(), kind: codes[code]}
 	}
 	return err
+}
+
+// codeOf is the code of an error. A stream that was cut off in the middle of a message is a broken connection; the transport calls it an
+// invalid argument.
+func codeOf(err error) connect.Code {
+	if !connect.IsWireError(err) && errors.Is(err, io.ErrUnexpectedEOF) {
+		return connect.CodeUnavailable
+	}
+	return connect.CodeOf(err)
 }
 
 // Config says where the server is. Zero fields come from the environment (DSEC_URL, DSEC_KEY, DSEC_KEY_FILE), then from where

@@ -145,7 +145,7 @@ func (p *Process) Stream(ctx context.Context, stdout, stderr io.Writer) (*dsecv1
 			return o, nil
 		}
 		var w *writeError
-		if code := connect.CodeOf(err); ctx.Err() != nil || asWriteError(err, &w) || (code != connect.CodeUnavailable && code != connect.CodeUnknown) {
+		if code := codeOf(err); ctx.Err() != nil || asWriteError(err, &w) || (code != connect.CodeUnavailable && code != connect.CodeUnknown) {
 			return nil, wrap(err)
 		}
 		if q.StdoutOffset+q.StderrOffset > before {

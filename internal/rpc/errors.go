@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 
 	"connectrpc.com/connect"
@@ -86,6 +87,9 @@ func FromError(err error) error {
 	}
 	code := ce.Code()
 	if !connect.IsWireError(err) {
+		if errors.Is(err, io.ErrUnexpectedEOF) { // cut off in the middle of a message; connect calls that an invalid argument
+			return coded(connect.CodeUnavailable, ce.Message())
+		}
 		switch code {
 		case connect.CodeCanceled, connect.CodeDeadlineExceeded, connect.CodeUnauthenticated, connect.CodeInvalidArgument, connect.CodeResourceExhausted:
 		case connect.CodeInternal, connect.CodeUnknown, connect.CodeUnavailable:
