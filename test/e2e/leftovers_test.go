@@ -245,6 +245,18 @@ func (s *service) idle() error {
 	})
 }
 
+// mountedFor names the processes whose mount namespaces have something of the service's.
+func (s *service) mountedFor() string {
+	var out []string
+	for _, p := range processes() {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/mountinfo", p.pid))
+		if strings.Contains(string(b), s.dir+"/") {
+			out = append(out, p.String())
+		}
+	}
+	return fmt.Sprint(out)
+}
+
 // nothingLeft checks after the service's end that nothing of it is on the machine but its state folder.
 func (s *service) nothingLeft() error {
 	return eventually(func() error {
@@ -268,7 +280,7 @@ func (s *service) nothingLeft() error {
 		for _, l := range loops {
 			b, err := os.ReadFile(l)
 			if err == nil && strings.HasPrefix(string(b), s.dir+"/") {
-				left = append(left, "loop device of "+strings.TrimSpace(string(b)))
+				left = append(left, "loop device of "+strings.TrimSpace(string(b))+", mounted for "+s.mountedFor())
 			} else if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, os.ErrInvalid) {
 				continue
 			}
