@@ -14,7 +14,7 @@ import (
 const (
 	defaultOutput = 1 << 20
 	maxOutput     = 16 << 20
-	pieceSize     = 256 << 10 // of a stream that is attached to
+	pieceSize     = 64 << 10 // of a stream that is attached to: a slow reader holds some ten of them on the way
 )
 
 var bothStreams = [...]sandbox.StreamName{sandbox.Stdout, sandbox.Stderr}

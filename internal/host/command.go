@@ -319,10 +319,14 @@ func (b *box) doubtful(s *step, inst sandbox.Instance, err error) error {
 	}
 	b.mu.Lock()
 	s.doubt = s.state == beginning // nobody is told that it runs, and its ID is not given out again
-	doubt := s.doubt
+	doubt, ending := s.doubt, b.ending || b.state.Ended()
+	gone := b.gone()
 	b.mu.Unlock()
-	if !doubt {
+	switch {
+	case !doubt:
 		return nil // its end came
+	case ending:
+		return fmt.Errorf("start %s: %w", s.id, gone) // the sandbox's end settles it
 	}
 	b.h.goes(func() { b.resolve(s, inst, err) })
 	return errors.Join(err, kerr)

@@ -3,7 +3,9 @@ package host
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -12,6 +14,7 @@ import (
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/backend/fake"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
 func TestSameCommandRunsOnce(t *testing.T) {
@@ -341,5 +344,49 @@ func TestDeniedIsLimited(t *testing.T) {
 	}
 	if n < 50 || n > 100 {
 		t.Fatalf("%d records of 1000 denials", n)
+	}
+}
+
+// A command that meets the end of its sandbox is refused for the state, not as one that nobody knows.
+func TestStartMeetsTheEnd(t *testing.T) {
+	meet := make(chan struct{}, 1)
+	var r *rig
+	r = newRig(t, fake.Options{Hook: func(ctx context.Context, op fake.Op, id sandbox.ID, _ string) error {
+		if op == fake.OpStart {
+			meet <- struct{}{}
+			for slices.Contains(r.world.Alive(), id) {
+				time.Sleep(time.Millisecond)
+			}
+			return fmt.Errorf("sandbox %s has ended: %w", id, sandbox.ErrState)
+		}
+		return nil
+	}}, nil)
+	b := r.create("k")
+	failed := make(chan error, 1)
+	go func() {
+		_, _, err := b.start(context.Background(), &sandbox.Command{ID: "c", Argv: []string{"true"}})
+		failed <- err
+	}()
+	<-meet
+	r.mustStop(b)
+	err := <-failed
+	wantErr(t, err, sandbox.ErrState)
+	if errors.Is(err, sandbox.ErrNotFound) || errors.Is(err, sandbox.ErrLost) {
+		t.Error(err)
+	}
+	if s, cause := b.now(); s != sandbox.Stopped || cause.Class != sandbox.ClassNone {
+		t.Errorf("%s %+v", s, cause)
+	}
+}
+
+// The longest command that is taken fits into a record.
+func TestLongestCommandIsRecorded(t *testing.T) {
+	r := newRig(t, fake.Options{}, nil)
+	c := &sandbox.Command{ID: "c", Session: "s", Text: strings.Repeat("#", 16<<20)}
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(encode(tagCommand, r.h.canonicalCommand(c))); n+sandbox.MaxArguments > trajectory.MaxPayload {
+		t.Errorf("%d octets, and a record takes %d", n, trajectory.MaxPayload)
 	}
 }

@@ -353,3 +353,41 @@ func BenchmarkExec(b *testing.B) {
 		})
 	})
 }
+
+// A stop in the middle of an upload is its client's: the step is killed, and the sandbox has not failed by the platform.
+func TestStopDuringAWrite(t *testing.T) {
+	r := filesRig(t)
+	p := r.serve()
+	b := r.create("k")
+	at := &dsecv1.Path{Sandbox: string(b.id), Path: filepath.Join(t.TempDir(), "f")}
+	over := make(chan struct{})
+	body := io.MultiReader(strings.NewReader(strings.Repeat("x", 1<<20)), readerFunc(func([]byte) (int, error) {
+		<-over
+		return 0, io.EOF
+	}))
+	done := make(chan error, 1)
+	go func() {
+		_, err := write(p, &dsecv1.WriteRequest{At: at, Step: "w"}, body)
+		done <- err
+	}()
+	eventually(t, func() bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return b.steps["w"] != nil && b.steps["w"].state == working
+	})
+	r.mustStop(b)
+	close(over)
+	if err := <-done; err == nil || errors.Is(err, sandbox.ErrLost) {
+		t.Errorf("the write: %v", err)
+	}
+	if s, cause := b.now(); s != sandbox.Stopped || cause.Class != sandbox.ClassNone {
+		t.Errorf("%s %+v", s, cause)
+	}
+	for _, rec := range r.records(b) {
+		if rec.Kind == trajectory.KindStepEnd {
+			if kind := logRecord(&rec, false).Outcome.GetKind(); kind != "killed" && kind != "interrupted" {
+				t.Errorf("the step is %s", kind)
+			}
+		}
+	}
+}

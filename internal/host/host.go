@@ -21,6 +21,7 @@ const (
 	destroyWait  = 60 * time.Second // one try to destroy
 	createWait   = 60 * time.Second // a create whose client names no deadline
 	settleWait   = 10 * time.Second // acts under way in a sandbox that ends
+	drainWait    = time.Second      // acts under way in a sandbox that is to be frozen
 	stateWait    = 60 * time.Second // a request for a sandbox that is between states
 	tombstoneFor = 60 * time.Second
 	maxTombs     = 100_000

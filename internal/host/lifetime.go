@@ -195,8 +195,14 @@ func (b *box) pause(ctx context.Context, level sandbox.PauseLevel, reason string
 			}
 			b.state = sandbox.Pausing
 			inst := b.inst
-			b.begin()
 			b.changed.ring()
+			b.drain()
+			if b.state != sandbox.Pausing { // an end overtook it
+				err := b.gone()
+				b.mu.Unlock()
+				return err
+			}
+			b.begin()
 			b.mu.Unlock()
 			defer b.finished()
 			return b.turn(sandbox.Pausing, sandbox.Paused, sandbox.Running, level, reason, func(ctx context.Context) error { return inst.Pause(ctx, level) })
@@ -205,6 +211,21 @@ func (b *box) pause(ctx context.Context, level sandbox.PauseLevel, reason string
 			return fmt.Errorf("pause %s: %w", b.id, err)
 		}
 		b.mu.Lock()
+	}
+}
+
+// drain waits, bounded, until the acts under way in a sandbox that is to be frozen have come back: a command between its record and its
+// start would be refused, a change of files cut in two. New ones wait for the state. What takes longer, as a large body, stands still
+// while the sandbox does. mu is held.
+func (b *box) drain() {
+	ctx, cancel := b.h.bounded(drainWait)
+	defer cancel()
+	for b.acts > 0 && b.state == sandbox.Pausing {
+		err := b.waitChange(ctx)
+		b.mu.Lock()
+		if err != nil {
+			return
+		}
 	}
 }
 

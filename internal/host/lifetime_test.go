@@ -3,7 +3,9 @@ package host
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -283,6 +285,75 @@ func TestLeaseWhileTheHostIsDown(t *testing.T) {
 		if err := b.waitEnd(context.Background()); err != nil {
 			t.Fatal(err)
 		}
+		if _, cause := b.now(); cause.Class != sandbox.ClassClient || cause.Reason != "lease" {
+			t.Errorf("%+v", cause)
+		}
+	})
+}
+
+// A pause that meets a command between its record and its start waits for it; the next one wakes the sandbox.
+func TestPauseLetsACommandStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var frozen atomic.Bool
+		r := newRig(t, fake.Options{Hook: func(_ context.Context, op fake.Op, _ sandbox.ID, _ string) error {
+			switch op {
+			case fake.OpPause:
+				frozen.Store(true)
+			case fake.OpResume:
+				frozen.Store(false)
+			case fake.OpStart:
+				time.Sleep(100 * time.Millisecond)
+				if frozen.Load() {
+					return fmt.Errorf("the sandbox is frozen: %w", sandbox.ErrState)
+				}
+			}
+			return nil
+		}}, nil)
+		b := r.create("k")
+		for n := range 3 {
+			go func() {
+				time.Sleep(50 * time.Millisecond)
+				if err := b.pause(context.Background(), sandbox.Frozen, "asked", false); err != nil {
+					t.Error(err)
+				}
+			}()
+			b.mustStart(t, fmt.Sprint("c", n), "true")
+			time.Sleep(time.Second)
+			if s, _ := b.now(); s != sandbox.Paused {
+				t.Errorf("is %s", s)
+			}
+		}
+		r.mustStop(b)
+	})
+}
+
+// What does not come back in time is frozen with its sandbox: a pause is bounded.
+func TestPauseDoesNotWaitForLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hang := make(chan struct{})
+		r := newRig(t, fake.Options{Hook: func(_ context.Context, op fake.Op, _ sandbox.ID, _ string) error {
+			if op == fake.OpStart {
+				<-hang
+			}
+			return nil
+		}}, nil)
+		b := r.create("k")
+		started := make(chan struct{})
+		go func() {
+			defer close(started)
+			b.start(context.Background(), &sandbox.Command{ID: "c", Argv: []string{"true"}})
+		}()
+		synctest.Wait()
+		start := time.Now()
+		if err := b.pause(context.Background(), sandbox.Frozen, "asked", false); err != nil {
+			t.Fatal(err)
+		}
+		if d := time.Since(start); d != drainWait {
+			t.Errorf("the pause took %v", d)
+		}
+		close(hang)
+		<-started
+		r.mustStop(b)
 	})
 }
 

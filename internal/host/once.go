@@ -88,10 +88,19 @@ func (b *box) endStep(s *step, r *dsecv1.LogRecord, in *trajectory.Input, err er
 	case err != nil && unsure(err):
 		o.Kind = sandbox.Unknown
 	}
+	if err != nil && unsure(err) {
+		// Its sandbox was ended under it, by who may: nothing is left of which its effect could be unknown, and it is not the platform's fault.
+		if gone := b.endedByOthers(); gone != nil {
+			err = fmt.Errorf("step %s: %w", s.id, gone)
+			if o.Kind == sandbox.Unknown {
+				o.Kind = sandbox.Killed
+			}
+		}
+	}
 	if err != nil {
 		o.Error = text(err.Error())
 		r.Kind = rpc.CodeName(err)
-		if o.Kind == sandbox.Exited {
+		if o.Kind == sandbox.Exited || o.Kind == sandbox.Killed {
 			o.Code = 1
 		}
 	}
@@ -117,6 +126,16 @@ func (b *box) endStep(s *step, r *dsecv1.LogRecord, in *trajectory.Input, err er
 	return r, err
 }
 
+// endedByOthers is the error of a sandbox that ends or has ended for a cause other than the platform's; else nil.
+func (b *box) endedByOthers() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if (b.ending || b.state.Ended()) && b.cause.Class != sandbox.ClassPlatform {
+		return b.gone()
+	}
+	return nil
+}
+
 // unsure says whether an error leaves open if the step was done.
 func unsure(err error) bool {
 	return errors.Is(err, sandbox.ErrLost) || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)
@@ -137,6 +156,8 @@ func (b *box) recorded(ctx context.Context, s *step) (*dsecv1.LogRecord, error) 
 		return nil, err
 	case o.Kind == sandbox.Unknown:
 		return r, fmt.Errorf("step %s: was begun and its end was not seen; it is not done again: %w", s.id, sandbox.ErrLost)
+	case o.Kind == sandbox.Killed:
+		return r, fmt.Errorf("step %s: its sandbox ended before it did: %w", s.id, sandbox.ErrState)
 	case o.Kind == sandbox.Interrupted:
 		return r, fmt.Errorf("step %s: was interrupted: %s: %w", s.id, o.Error, sandbox.ErrState)
 	case o.Code != 0:

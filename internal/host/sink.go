@@ -159,8 +159,13 @@ func (k *sink) Ended(_ context.Context, c sandbox.Cause) error {
 	b := k.box()
 	b.mu.Lock()
 	now := time.Now()
-	if c.Class == sandbox.ClassLimit && c.Reason == "total" && !b.lease.IsZero() && !now.Before(b.lease) && now.Before(b.total) {
-		c = sandbox.Cause{Class: sandbox.ClassClient, Reason: "lease"} // the backend knows one deadline for both
+	total := b.total
+	if total.IsZero() {
+		total = b.created.Add(b.life.Total)
+	}
+	if c.Class == sandbox.ClassLimit && c.Reason == "total" && now.Before(total) {
+		// The backend knows one deadline for both, and a host that comes back has begun the lease anew.
+		c = sandbox.Cause{Class: sandbox.ClassClient, Reason: "lease"}
 	}
 	recorded := b.ending || b.state.Ended() || b.state == sandbox.Creating
 	b.mu.Unlock()

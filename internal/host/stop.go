@@ -129,9 +129,7 @@ func (b *box) endings() (sandbox.State, sandbox.Cause, []trajectory.Record) {
 			continue
 		}
 		o := sandbox.Outcome{Kind: kind, Started: s.started, Ended: now, Usage: sandbox.Usage{MemoryPeak: -1}}
-		if s.act != tagCommand {
-			o.Kind = sandbox.Unknown
-		} else {
+		if s.act == tagCommand {
 			o.Stdout, o.Stderr = s.cut(sandbox.Stdout), s.cut(sandbox.Stderr)
 		}
 		if o.Kind == sandbox.Unknown {

@@ -25,6 +25,12 @@ const (
 	MinDisk   = 1 << 20
 	MinPids   = 8
 	MinCPU    = 10 // milli-CPU
+
+	// Above these lies a mistake, and soon an overflow.
+	MaxMemory = 1 << 50
+	MaxDisk   = 1 << 50
+	MaxPids   = 4 << 20     // the kernel has no more (linux/threads.h: PID_MAX_LIMIT)
+	MaxCPU    = 1000 * 1000 // milli-CPU
 )
 
 // Limits that the kernel sets to execve; a request over them is refused with the number (linux/binfmts.h: MAX_ARG_STRLEN, and
@@ -196,6 +202,14 @@ func (r Resources) validate() error {
 		return fmt.Errorf("disk %d: at least %d octets: %w", r.Disk, MinDisk, ErrInvalid)
 	case r.Pids < MinPids:
 		return fmt.Errorf("pids %d: at least %d, or nothing starts: %w", r.Pids, MinPids, ErrInvalid)
+	case r.Memory > MaxMemory:
+		return fmt.Errorf("memory %d: at most %d octets: %w", r.Memory, int64(MaxMemory), ErrInvalid)
+	case r.Disk > MaxDisk:
+		return fmt.Errorf("disk %d: at most %d octets: %w", r.Disk, int64(MaxDisk), ErrInvalid)
+	case r.Pids > MaxPids:
+		return fmt.Errorf("pids %d: at most %d, the kernel has no more: %w", r.Pids, MaxPids, ErrInvalid)
+	case r.CPU > MaxCPU:
+		return fmt.Errorf("cpu %d: at most %d milli-CPU, or 0 for no cap: %w", r.CPU, MaxCPU, ErrInvalid)
 	case r.CPU != 0 && r.CPU < MinCPU:
 		return fmt.Errorf("cpu %d: at least %d milli-CPU, or 0 for no cap: %w", r.CPU, MinCPU, ErrInvalid)
 	case r.CPUWeight < 1 || r.CPUWeight > 10000:
