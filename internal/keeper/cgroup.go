@@ -142,8 +142,8 @@ func (g *cgroups) setup() error {
 	return os.WriteFile(filepath.Join(g.v1["cpu"], g.name, classBE, "cpu.shares"), []byte("64"), 0)
 }
 
-// makeShown makes the instance's group of a controller that is only shown. No process is ever in it; processors and memory nodes
-// are the hierarchy's, since a new group of cpuset has none.
+// makeShown makes the instance's group of a controller that is only shown. All sandboxes are in it (see join); processors and memory
+// nodes are the hierarchy's, since a new group of cpuset has none.
 func (g *cgroups) makeShown(at string) error {
 	dir := filepath.Join(at, g.name)
 	if err := mkdir(dir); err != nil {
@@ -159,6 +159,17 @@ func (g *cgroups) makeShown(at string) error {
 		}
 		if err != nil {
 			return fmt.Errorf("set %s: %w", f, err)
+		}
+	}
+	return nil
+}
+
+// join puts the parent of all sandboxes into the groups that are only shown, as the root of each cgroup namespace: where what is mounted
+// and what /proc/self/cgroup names differ, Java finds no folder and fails when it is asked for its metrics.
+func (g *cgroups) join(pid int) error {
+	for c, at := range g.shown {
+		if err := writeFile(filepath.Join(at, g.name, "cgroup.procs"), strconv.Itoa(pid)); err != nil {
+			return fmt.Errorf("join the group of %s: %w", c, err)
 		}
 	}
 	return nil

@@ -210,7 +210,7 @@ func (k *Keeper) prepare() error {
 	if k.watcher, err = newWatcher(k.log); err != nil {
 		return err
 	}
-	k.spawner = newSpawner(k.helper, k.tmpl.null, k.log)
+	k.spawner = newSpawner(k.cg, k.helper, k.tmpl.null, k.log)
 	k.overlayByPath = !probeOverlay(".")
 	k.features["cgroup"] = "hybrid"
 	if k.cg.pure() {

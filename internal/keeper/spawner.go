@@ -18,6 +18,7 @@ import (
 // that process 1 sets up. Its children are the keeper's (CLONE_PARENT). A fork of the keeper copies a table of thousands of
 // descriptors, then an exec closes them; this has six and no exec.
 type spawner struct {
+	cg     *cgroups
 	helper int // descriptor of the program
 	null   int
 	log    *slog.Logger
@@ -30,8 +31,8 @@ type spawner struct {
 
 const spawnBound = 5 * time.Second // for one clone
 
-func newSpawner(helper, null int, log *slog.Logger) *spawner {
-	return &spawner{helper: helper, null: null, log: log, fd: -1}
+func newSpawner(cg *cgroups, helper, null int, log *slog.Logger) *spawner {
+	return &spawner{cg: cg, helper: helper, null: null, log: log, fd: -1}
 }
 
 // start starts the helper. The caller holds mu.
@@ -46,6 +47,12 @@ func (s *spawner) start() error {
 	unix.Close(p[1])
 	if err != nil {
 		unix.Close(p[0])
+		return err
+	}
+	// Its children are born there, which costs a birth nothing.
+	if err := s.cg.join(s.pid); err != nil {
+		unix.Close(p[0])
+		reap(s.pid) // it ends with its stream
 		return err
 	}
 	tv := unix.NsecToTimeval(int64(spawnBound))
