@@ -2,6 +2,7 @@ package trajectory
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -95,6 +96,9 @@ type placing struct {
 // maxUnsealed bounds the full segments that wait for their seal: what is not synced, and footers in memory.
 const maxUnsealed = 4
 
+// maxTries is how often an append makes room that others then take before it.
+const maxTries = 100
+
 // maxQueued bounds what waits for the leader, in octets; callers beyond wait.
 const maxQueued = 32 << 20
 
@@ -108,7 +112,7 @@ func (l *Log) write(p *placing) (lsn, first uint64, err error) {
 		}
 		l.mu.Lock()
 	}
-	for tries := 0; ; {
+	for tries, full := 0, false; ; {
 		if l.err != nil {
 			l.mu.Unlock()
 			return 0, 0, l.err
@@ -126,12 +130,13 @@ func (l *Log) write(p *placing) (lsn, first uint64, err error) {
 		}
 		if err := l.room(p); err == nil {
 			break
-		} else if tries++; tries > 1 || l.recentlyFull() {
+		} else if tries++; full || tries > maxTries || !errors.Is(err, sandbox.ErrExhausted) || l.recentlyFull() {
 			l.mu.Unlock()
 			return 0, 0, err
 		}
 		l.mu.Unlock()
-		if err := l.allocate(l.spareTarget() + 1); err != nil && !noSpace(err) {
+		err := l.allocate(l.spareTarget() + 1)
+		if full = noSpace(err); err != nil && !full {
 			return 0, 0, err
 		}
 		l.mu.Lock()

@@ -116,7 +116,7 @@ type Record struct {
 
 // Bounds of one record, in octets.
 const (
-	MaxPayload = 16 << 20
+	MaxPayload = 24 << 20 // the longest text of a command with its environment, encoded
 	MaxOutput  = 256 << 10
 	MaxStep    = 255
 	maxBody    = MaxPayload + MaxInline + 4096

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"testing"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -217,5 +218,29 @@ func TestDamage(t *testing.T) {
 	}
 	if n, err := l.ReadOutput(ctx, testID("a"), "s", sandbox.Stdout, 12000, p); err != nil || string(p[:n]) != "DDDDDDDDDD" {
 		t.Error(n, err)
+	}
+}
+
+// Appends that meet at the end of a segment all find room: what one has allocated another may take.
+func TestRoomForAllAtOnce(t *testing.T) {
+	l := open(t, small(t.TempDir()))
+	var g errgroup.Group
+	for k := range 32 {
+		g.Go(func() error {
+			id := testID(fmt.Sprint(k))
+			if _, err := l.Append(context.Background(), id, []trajectory.Record{create()}, sandbox.DurabilityProcess); err != nil {
+				return err
+			}
+			for i := range 60 {
+				rec := trajectory.Record{Kind: trajectory.KindStepEnd, Step: fmt.Sprint(i), Payload: make([]byte, 20_000)}
+				if _, err := l.Append(context.Background(), id, []trajectory.Record{rec}, sandbox.DurabilityProcess); err != nil {
+					return fmt.Errorf("append %d to %d: %w", i, k, err)
+				}
+			}
+			return nil
+		})
+	}
+	if err := g.Wait(); err != nil {
+		t.Fatal(err)
 	}
 }
