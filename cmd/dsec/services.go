@@ -62,6 +62,7 @@ type machine struct {
 	id      sandbox.HostID
 	logger  *slog.Logger
 	calls   *obs.Calls
+	local   *rpc.Local // where a gateway in this process looks for the host; may be nil
 }
 
 func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg *prometheus.Registry, logger *slog.Logger) (m *machine, err error) {
@@ -182,9 +183,13 @@ func (m *machine) serve(ctx context.Context, stop bool, listeners ...net.Listene
 		return err
 	}
 	edge := &rpc.Edge{Log: m.logger, Guard: guard, Observe: m.calls.Observe}
-	server, err := rpc.NewServer(m.host.Handler(edge), rpc.ServerConfig{Log: m.logger})
+	handler := m.host.Handler(edge)
+	server, err := rpc.NewServer(handler, rpc.ServerConfig{Log: m.logger})
 	if err != nil {
 		return err
+	}
+	if m.local != nil {
+		m.local.Serve(handler)
 	}
 	// What the host needs outlives the host, so that it can stop its sandboxes; each part ends only when what uses it has.
 	below, end := context.WithCancel(context.WithoutCancel(ctx))
@@ -243,7 +248,7 @@ type gatewayFlags struct {
 	HostAddr []string `name:"host" help:"Address of a host: unix:/path, http://host:port or https://host:port; repeat." placeholder:"ADDR" sep:"none"`
 }
 
-func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role, token string, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
+func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role string, peer rpc.PeerConfig, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
 	db, err := facts.OpenBolt(filepath.Join(p.State, "facts.db"))
 	if err != nil {
 		return nil, err
@@ -269,7 +274,7 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role
 	if len(hosts) == 0 {
 		return nil, errors.New("--host: name at least one host")
 	}
-	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: rpc.PeerConfig{Token: token}}, logger); err != nil {
+	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: peer}, logger); err != nil {
 		return nil, err
 	}
 	e.layers = layer.New(e.facts, st)
@@ -367,7 +372,9 @@ func (x *upCmd) Run(ctx context.Context) error {
 		defer l.Close()
 	}
 	x.HostAddr = append(x.HostAddr, inside)
-	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "up", token, reg, logger)
+	local := new(rpc.Local)
+	peer := rpc.PeerConfig{Token: token, Local: map[string]*rpc.Local{inside: local}}
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "up", peer, reg, logger)
 	if err != nil {
 		return err
 	}
@@ -377,6 +384,7 @@ func (x *upCmd) Run(ctx context.Context) error {
 		return err
 	}
 	defer m.close()
+	m.local = local
 	logger.Info("dsec is up", "host", m.id, "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"), "pool", m.pool.Describe().Driver)
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error { return m.serve(run, !x.Keep, hostListener) })
@@ -422,7 +430,7 @@ func (x *gatewayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "gateway", token, obs.NewRegistry(), logger)
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "gateway", rpc.PeerConfig{Token: token}, obs.NewRegistry(), logger)
 	if err != nil {
 		return err
 	}

@@ -30,6 +30,8 @@ const (
 type PeerConfig struct {
 	Token  string // the cluster token
 	CAFile string // PEM; for https addresses, beside the system's authorities
+	// Local are the handlers of hosts in this process, by address.
+	Local map[string]*Local
 }
 
 // Peer is a host as its callers see it: clients of all that hosts serve, over connections that are kept.
@@ -50,6 +52,7 @@ type Peer struct {
 	base   string
 	token  string
 	dial   func(ctx context.Context) (net.Conn, error)
+	local  *Local
 	short  *http.Transport
 	stream *http.Transport
 	busy   atomic.Int64 // calls over short
@@ -58,6 +61,9 @@ type Peer struct {
 // RoundTrip sends a unary call. It goes over HTTP/1.1, which costs half the CPU of HTTP/2 while there are as many connections as
 // calls; beyond a bound (tens of thousands of long polls may wait at once) the calls share HTTP/2 connections.
 func (p *Peer) RoundTrip(r *http.Request) (*http.Response, error) {
+	if h := p.local.get(); h != nil {
+		return roundTrip(h, r)
+	}
 	if p.busy.Add(1) > idleConns {
 		p.busy.Add(-1)
 		return p.stream.RoundTrip(r)
@@ -86,7 +92,7 @@ func (c *counted) Close() error {
 
 // Dial prepares a peer at "unix:/path", "http://host:port" or "https://host:port". It opens no connection.
 func Dial(addr string, cfg PeerConfig) (*Peer, error) {
-	p := &Peer{Addr: addr, token: cfg.Token}
+	p := &Peer{Addr: addr, token: cfg.Token, local: cfg.Local[addr]}
 	d := &net.Dialer{Timeout: dialTime, KeepAlive: 15 * time.Second}
 	secure, target := false, ""
 	if path, ok := strings.CutPrefix(addr, unixScheme); ok {
