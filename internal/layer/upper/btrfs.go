@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -393,18 +394,16 @@ func (d *subvolumes) snapshot(id string) (string, func() error, error) {
 func (d *subvolumes) sweep(ctx context.Context) error {
 	err := d.sweepTrash(ctx, d.destroy)
 	return errors.Join(err, onFolder(d.root, func(fd uintptr) error {
+		// Groups first: one whose subvolume is born in between is then not among them, and must keep its limit.
+		var groups []uint64
+		if err := search(fd, quotaTree, keyQgroupInfo, firstFreeObject, 1<<48-1, func(_, offset uint64, _ []byte) { groups = append(groups, offset) }); err != nil {
+			return err
+		}
 		alive := map[uint64]bool{}
 		if err := search(fd, rootTree, keyRootItem, 0, math.MaxUint64, func(object, _ uint64, _ []byte) { alive[object] = true }); err != nil {
 			return err
 		}
-		var dead []uint64
-		if err := search(fd, quotaTree, keyQgroupInfo, firstFreeObject, 1<<48-1, func(_, offset uint64, _ []byte) {
-			if !alive[offset] {
-				dead = append(dead, offset)
-			}
-		}); err != nil {
-			return err
-		}
+		dead := slices.DeleteFunc(groups, func(id uint64) bool { return alive[id] })
 		for _, id := range dead {
 			arg := [2]uint64{0, id}                                // create = 0
 			_ = ioctl(fd, btrfsQgroupCreate, unsafe.Pointer(&arg)) // busy while a snapshot has its extents: another time
