@@ -12,7 +12,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
-	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -43,19 +42,22 @@ func (s sandboxes) CreateBatch(ctx context.Context, r *connect.Request[dsecv1.Cr
 	if _, _, err := s.g.resolve(ctx, proto.Clone(q).(*dsecv1.CreateRequest)); err != nil {
 		return nil, err
 	}
-	made, errs := make([]*dsecv1.CreateResponse, n), make([]error, n)
+	made, errs, begun := make([]*dsecv1.CreateResponse, n), make([]error, n), make([]bool, n)
 	work, giveUp := context.WithCancel(ctx)
 	defer giveUp()
 	var failed atomic.Bool
+	var first error // for which the others were given up
 	stopped := eachOf(work, n, batchParallel, func(ctx context.Context, i int) {
 		if r.Msg.All && failed.Load() {
 			errs[i] = context.Canceled
 			return
 		}
+		begun[i] = true
 		one := proto.Clone(q).(*dsecv1.CreateRequest)
 		one.Key = q.Key + "/" + strconv.Itoa(i+1)
 		made[i], errs[i] = s.g.create(ctx, one)
 		if errs[i] != nil && r.Msg.All && !failed.Swap(true) {
+			first = errs[i]
 			giveUp()
 		}
 	})
@@ -68,39 +70,62 @@ func (s sandboxes) CreateBatch(ctx context.Context, r *connect.Request[dsecv1.Cr
 			out.Sandboxes = append(out.Sandboxes, made[i].GetSandbox())
 			continue
 		}
+		if r.Msg.All {
+			continue // one error is told for all
+		}
 		if errs[i] == nil { // not begun
 			errs[i] = stopped
-		}
-		if r.Msg.All && errors.Is(errs[i], context.Canceled) && failed.Load() {
-			continue // given up because of another, which is told
 		}
 		e := itemError(q.Key+"/"+strconv.Itoa(i+1), errs[i])
 		e.Index = int32(i)
 		out.Errors = append(out.Errors, e)
 	}
-	if !r.Msg.All || len(out.Sandboxes) == n {
+	half := halfBatch(made)
+	if !r.Msg.All || len(out.Sandboxes) == n && half == nil {
 		return connect.NewResponse(out), nil
 	}
-	left := s.g.undoBatch(ctx, q, made, errs)
+	left := s.g.undoBatch(ctx, q, made, begun)
 	why := ctx.Err()
-	if len(out.Errors) > 0 {
-		why = rpc.FromCode(out.Errors[0].Code, out.Errors[0].Message)
+	switch {
+	case half != nil:
+		why = half
+	case first != nil:
+		why = first
 	}
-	err := fmt.Errorf("create batch %s: %d of %d were made and are stopped again: %w", q.Key, len(out.Sandboxes), n, why)
+	err := fmt.Errorf("create batch %s: %d of %d were made and are stopped again; to try again takes another key: %w", q.Key, len(out.Sandboxes), n, why)
 	if left != nil {
 		err = fmt.Errorf("create batch %s: %d of %d were made; stopping them failed (%v): %w", q.Key, len(out.Sandboxes), n, left, why)
 	}
 	return nil, err
 }
 
+// halfBatch says why all that were made do not make a whole: some are of an earlier try and have ended, as an all-or-nothing batch that
+// failed leaves them, others are new. A batch that was whole once stays the recorded result, whatever has ended of it since.
+func halfBatch(made []*dsecv1.CreateResponse) error {
+	ended, fresh := "", false
+	for _, m := range made {
+		switch {
+		case m == nil:
+		case !m.GetExisted():
+			fresh = true
+		case sandbox.State(m.GetSandbox().GetState()).Ended() || m.GetSandbox().GetState() == string(sandbox.Stopping):
+			ended = m.GetSandbox().GetId()
+		}
+	}
+	if ended == "" || !fresh {
+		return nil
+	}
+	return fmt.Errorf("sandbox %s of an earlier try under this key has ended: %w", ended, sandbox.ErrState)
+}
+
 // undoBatch stops what an all-or-nothing batch has begun: what was made by its ID, what may have been made by its key.
-func (g *Gateway) undoBatch(ctx context.Context, q *dsecv1.CreateRequest, made []*dsecv1.CreateResponse, errs []error) error {
+func (g *Gateway) undoBatch(ctx context.Context, q *dsecv1.CreateRequest, made []*dsecv1.CreateResponse, begun []bool) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
 	left := make([]error, len(made))
 	stopped := eachOf(ctx, len(made), batchParallel, func(ctx context.Context, i int) {
-		if made[i] == nil && errs[i] == nil {
-			return // never begun
+		if !begun[i] {
+			return
 		}
 		if made[i] != nil && made[i].GetExisted() {
 			return // an earlier call's

@@ -241,6 +241,24 @@ func TestBatch(t *testing.T) {
 		}
 		h.mu.Unlock()
 	}
+	// The same again does not pass off what was stopped as made, and keeps nothing new.
+	for _, h := range c.hosts {
+		h.mu.Lock()
+		h.slots = 100
+		h.mu.Unlock()
+	}
+	if again, err := batch(&dsecv1.CreateBatchRequest{Request: &dsecv1.CreateRequest{Job: "j", Key: "A"}, Count: 20, All: true}); !errors.Is(err, sandbox.ErrState) {
+		t.Errorf("all, repeated: %v, %v", again, err)
+	}
+	for _, h := range c.hosts {
+		h.mu.Lock()
+		for _, b := range h.boxes {
+			if strings.HasPrefix(b.Key, "A/") && b.State == "running" {
+				t.Errorf("%s runs after the second try", b.Key)
+			}
+		}
+		h.mu.Unlock()
+	}
 	for name, q := range map[string]*dsecv1.CreateBatchRequest{
 		"none": {Request: &dsecv1.CreateRequest{}}, "many": {Request: &dsecv1.CreateRequest{}, Count: maxBatch + 1}, "no request": {Count: 1},
 		"name": {Request: &dsecv1.CreateRequest{Name: "x"}, Count: 2}, "key": {Request: &dsecv1.CreateRequest{Key: strings.Repeat("k", 199)}, Count: 2},

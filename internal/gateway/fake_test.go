@@ -136,7 +136,7 @@ func (h *fakeHost) Create(ctx context.Context, r *connect.Request[dsecv1.HostCre
 	s := r.Msg.GetSpec()
 	traj := s.Project + " " + s.Job + " " + s.Key
 	if h.tombs[traj] {
-		return nil, fmt.Errorf("key %s: stopped before it was created: %w", s.Key, context.Canceled)
+		return nil, fmt.Errorf("key %s: stopped before it was created: %w", s.Key, sandbox.ErrState)
 	}
 	for id, b := range h.boxes {
 		if b.Project == s.Project && b.Job == s.Job && b.Key == s.Key {
