@@ -537,3 +537,42 @@ func TestRemoveFromAFullPool(t *testing.T) {
 		t.Errorf("%v %v", left, err)
 	}
 }
+
+// The sweep must not take the quota group of an upper that is being born: its limit would fail, or be lost.
+func TestSweepBesideBirths(t *testing.T) {
+	p := open(t, upper.DriverPool, state(t))
+	defer p.Close()
+	stop := make(chan struct{})
+	var sweeps sync.WaitGroup
+	for range 2 {
+		sweeps.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					if err := upper.Sweep(p); err != nil {
+						t.Errorf("sweep: %v", err)
+						return
+					}
+				}
+			}
+		})
+	}
+	var births sync.WaitGroup
+	for i := range 4 {
+		births.Go(func() {
+			for round := range 600 {
+				id := fmt.Sprintf("s%d-%d", i, round)
+				if _, err := p.Create(context.Background(), id, upper.Request{Disk: 16 << 20}); err != nil {
+					t.Errorf("%s: %v", id, err)
+					return
+				}
+				must(t, p.Remove(context.Background(), id))
+			}
+		})
+	}
+	births.Wait()
+	close(stop)
+	sweeps.Wait()
+}
