@@ -10,7 +10,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
+	"sync"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -68,6 +69,34 @@ type subvolumes struct {
 	mount string // unmounted by close when not empty
 	made  string // the pool file, when this process made it
 	notes []string
+	dead  patience
+}
+
+// patience passes on those numbers that it was first given a while ago. A subvolume's quota group comes into being before the
+// subvolume does, so one without the other may be a birth; the numbers are never used again.
+type patience struct {
+	mu    sync.Mutex
+	since map[uint64]time.Time
+}
+
+const birthTime = 2 * time.Second
+
+func (p *patience) filter(ids []uint64, now time.Time) []uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	next := make(map[uint64]time.Time, len(ids))
+	var old []uint64
+	for _, id := range ids {
+		t, ok := p.since[id]
+		if !ok {
+			t = now
+		}
+		if next[id] = t; now.Sub(t) >= birthTime {
+			old = append(old, id)
+		}
+	}
+	p.since = next
+	return old
 }
 
 // openSubvolumes takes the state folder's own file system, but only with quotas that are on already: they are the owner's
@@ -394,16 +423,19 @@ func (d *subvolumes) snapshot(id string) (string, func() error, error) {
 func (d *subvolumes) sweep(ctx context.Context) error {
 	err := d.sweepTrash(ctx, d.destroy)
 	return errors.Join(err, onFolder(d.root, func(fd uintptr) error {
-		// Groups first: one whose subvolume is born in between is then not among them, and must keep its limit.
-		var groups []uint64
-		if err := search(fd, quotaTree, keyQgroupInfo, firstFreeObject, 1<<48-1, func(_, offset uint64, _ []byte) { groups = append(groups, offset) }); err != nil {
-			return err
-		}
 		alive := map[uint64]bool{}
 		if err := search(fd, rootTree, keyRootItem, 0, math.MaxUint64, func(object, _ uint64, _ []byte) { alive[object] = true }); err != nil {
 			return err
 		}
-		dead := slices.DeleteFunc(groups, func(id uint64) bool { return alive[id] })
+		var orphans []uint64
+		if err := search(fd, quotaTree, keyQgroupInfo, firstFreeObject, 1<<48-1, func(_, offset uint64, _ []byte) {
+			if !alive[offset] {
+				orphans = append(orphans, offset)
+			}
+		}); err != nil {
+			return err
+		}
+		dead := d.dead.filter(orphans, time.Now())
 		for _, id := range dead {
 			arg := [2]uint64{0, id}                                // create = 0
 			_ = ioctl(fd, btrfsQgroupCreate, unsafe.Pointer(&arg)) // busy while a snapshot has its extents: another time
