@@ -1,0 +1,98 @@
+package keeper
+
+import (
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+func (c *command) endSent() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.end >= outSent
+}
+
+func (c *command) rewind() {
+	for _, s := range c.streams() {
+		s.rewind()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.end == outSent {
+		c.end = outPending
+	}
+}
+
+// pump sends a segment of each stream, then the end; left says that more is there.
+func (c *command) pump(l *link) (sent int, left bool, err error) {
+	for _, s := range c.streams() {
+		g := s.next()
+		if g == nil {
+			continue
+		}
+		left = true
+		sent += len(g.data)
+		err := l.send(evOutput, &outputEvent{c.b.id, c.id, s.name, g.offset, g.late}, g.data, func() {
+			s.ack(g)
+			c.maybeDrop()
+		})
+		if err != nil {
+			return sent, false, err
+		}
+	}
+	if left {
+		return sent, true, nil
+	}
+	c.mu.Lock()
+	if c.end != outPending {
+		c.mu.Unlock()
+		return sent, false, nil
+	}
+	c.end = outSent
+	o := c.outcome
+	c.mu.Unlock()
+	err = l.send(evCommandEnded, &endEvent{c.b.id, c.id, o}, nil, func() {
+		c.mu.Lock()
+		c.end = outTaken
+		c.mu.Unlock()
+		c.maybeDrop()
+	})
+	return sent, false, err
+}
+
+// maybeDrop forgets all of a command but that it was, once the host has everything.
+func (c *command) maybeDrop() {
+	c.mu.Lock()
+	taken := c.end == outTaken
+	c.mu.Unlock()
+	if !taken {
+		return
+	}
+	for _, s := range c.streams() {
+		if !s.idle() {
+			return
+		}
+	}
+	c.b.mu.Lock()
+	if c.b.cmds[c.id] == c {
+		delete(c.b.cmds, c.id)
+	}
+	c.b.mu.Unlock()
+}
+
+func (c *command) running() Running {
+	r := Running{ID: c.id, Session: c.session}
+	for _, s := range c.streams() {
+		if s.name == sandbox.Stdout {
+			r.Stdout = s.ackedTo()
+		} else {
+			r.Stderr = s.ackedTo()
+		}
+	}
+	c.mu.Lock()
+	r.Ended = c.exited
+	in := c.in
+	c.mu.Unlock()
+	if in != nil {
+		r.Stdin = in.takenTo()
+	}
+	return r
+}
