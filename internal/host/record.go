@@ -173,7 +173,9 @@ func diffMessage(path string, a, b protoreflect.Message) string {
 		case va.Equal(vb) && a.Has(f) == b.Has(f):
 		case f.IsList():
 			return diffList(name, f, va.List(), vb.List())
-		case f.IsMap(), f.Message() == nil, !a.Has(f) || !b.Has(f):
+		case f.IsMap():
+			return diffMap(name, va.Map(), vb.Map())
+		case f.Message() == nil, !a.Has(f) || !b.Has(f):
 			return fmt.Sprintf("%s: %s, now %s", name, show(a, f), show(b, f))
 		default:
 			return diffMessage(name, va.Message(), vb.Message())
@@ -195,6 +197,27 @@ func diffList(name string, f protoreflect.FieldDescriptor, a, b protoreflect.Lis
 	return fmt.Sprintf("%s: %d entries, now %d", name, a.Len(), b.Len())
 }
 
+// diffMap names the least key whose values differ.
+func diffMap(name string, a, b protoreflect.Map) string {
+	least, found := "", false
+	look := func(k protoreflect.MapKey, _ protoreflect.Value) bool {
+		if same := a.Has(k) && b.Has(k) && a.Get(k).Equal(b.Get(k)); !same && (!found || k.String() < least) {
+			least, found = k.String(), true
+		}
+		return true
+	}
+	a.Range(look)
+	b.Range(look)
+	value := func(m protoreflect.Map) string {
+		k := protoreflect.ValueOfString(least).MapKey() // all our maps have such keys
+		if !m.Has(k) {
+			return "unset"
+		}
+		return fmt.Sprintf("%.80q", m.Get(k).String())
+	}
+	return fmt.Sprintf("%s[%.80q]: %s, now %s", name, least, value(a), value(b))
+}
+
 func show(m protoreflect.Message, f protoreflect.FieldDescriptor) string {
 	if !m.Has(f) {
 		return "unset"
@@ -202,18 +225,11 @@ func show(m protoreflect.Message, f protoreflect.FieldDescriptor) string {
 	v := m.Get(f)
 	switch f.Kind() {
 	case protoreflect.StringKind:
-		if !f.IsMap() {
-			return fmt.Sprintf("%.80q", v.String())
-		}
+		return fmt.Sprintf("%.80q", v.String())
 	case protoreflect.BytesKind:
 		return fmt.Sprintf("%.80q", v.Bytes())
 	case protoreflect.MessageKind:
-		if !f.IsMap() {
-			return "set"
-		}
-	}
-	if f.IsMap() {
-		return "another map"
+		return "set"
 	}
 	return v.String()
 }

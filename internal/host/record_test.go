@@ -96,3 +96,17 @@ func FuzzStory(f *testing.F) {
 		}
 	})
 }
+
+func TestDifferenceOfMaps(t *testing.T) {
+	labels := func(m map[string]string) *dsecv1.CreateRequest { return &dsecv1.CreateRequest{Labels: m} }
+	for want, q := range map[string][2]map[string]string{
+		`labels["a"]: "1", now "2"`:   {{"a": "1", "b": "1"}, {"a": "2", "b": "2"}},
+		`labels["b"]: unset, now "2"`: {{"a": "1"}, {"a": "1", "b": "2"}},
+		`labels["a"]: "1", now unset`: {{"a": "1"}, nil},
+		"":                            {{"a": "1"}, {"a": "1"}},
+	} {
+		if got := difference(labels(q[0]), labels(q[1])); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+}
