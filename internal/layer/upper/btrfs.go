@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -27,6 +28,9 @@ const (
 	btrfsTreeSearch   = 3<<30 | 4096<<16 | 0x94<<8 | 17
 	btrfsInoLookup    = 3<<30 | 4096<<16 | 0x94<<8 | 18
 	btrfsSnapCreateV2 = 1<<30 | 4096<<16 | 0x94<<8 | 23
+	btrfsWaitSync     = 1<<30 | 8<<16 | 0x94<<8 | 22
+	btrfsStartSync    = 2<<30 | 8<<16 | 0x94<<8 | 24
+	btrfsFSInfo       = 2<<30 | 1024<<16 | 0x94<<8 | 31
 	btrfsQuotaCtl     = 3<<30 | 16<<16 | 0x94<<8 | 40
 	btrfsQgroupCreate = 1<<30 | 16<<16 | 0x94<<8 | 42
 	btrfsQgroupLimit  = 2<<30 | 48<<16 | 0x94<<8 | 43
@@ -36,6 +40,7 @@ const (
 	quotaEnableSimple = 4 // 6.7
 
 	limitMaxReferenced = 1
+	fsInfoGeneration   = 2
 
 	firstFreeObject = 256
 	rootTree        = 1
@@ -72,31 +77,42 @@ type subvolumes struct {
 	dead  patience
 }
 
-// patience passes on those numbers that it was first given a while ago. A subvolume's quota group comes into being before the
-// subvolume does, so one without the other may be a birth; the numbers are never used again.
+// patience passes on those numbers of quota groups that it was first given a while ago and, in the count of transactions, before the
+// last one began. A subvolume's group comes into being before the subvolume does, so one without the other may be a birth; and the
+// frees of a subvolume that is gone are counted at the end of their transaction. The kernel (seen: 6.12) aborts a transaction that
+// misses a group, and the pool is read-only for all. The numbers are never used again.
 type patience struct {
 	mu    sync.Mutex
-	since map[uint64]time.Time
+	since map[uint64]sighting
+}
+
+type sighting struct {
+	at         time.Time
+	generation uint64 // of the transaction that was begun last
 }
 
 const birthTime = 2 * time.Second
 
-func (p *patience) filter(ids []uint64, now time.Time) []uint64 {
+// filter also returns those that wait for nothing but the end of a transaction that nobody ends: the caller commits first.
+func (p *patience) filter(ids []uint64, now time.Time, generation uint64) (old, stuck []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	next := make(map[uint64]time.Time, len(ids))
-	var old []uint64
+	next := make(map[uint64]sighting, len(ids))
 	for _, id := range ids {
-		t, ok := p.since[id]
+		s, ok := p.since[id]
 		if !ok {
-			t = now
+			s = sighting{now, generation}
 		}
-		if next[id] = t; now.Sub(t) >= birthTime {
+		switch next[id] = s; {
+		case now.Sub(s.at) < birthTime:
+		case generation >= s.generation+2: // the next one begins while one still ends, the next but one does not
 			old = append(old, id)
+		case generation == s.generation:
+			stuck = append(stuck, id)
 		}
 	}
 	p.since = next
-	return old
+	return old, stuck
 }
 
 // openSubvolumes takes the state folder's own file system, but only with quotas that are on already: they are the owner's
@@ -423,8 +439,12 @@ func (d *subvolumes) snapshot(id string) (string, func() error, error) {
 func (d *subvolumes) sweep(ctx context.Context) error {
 	err := d.sweepTrash(ctx, d.destroy)
 	return errors.Join(err, onFolder(d.root, func(fd uintptr) error {
-		alive := map[uint64]bool{}
-		if err := search(fd, rootTree, keyRootItem, 0, math.MaxUint64, func(object, _ uint64, _ []byte) { alive[object] = true }); err != nil {
+		generation, err := generation(fd) // first: what is read below is at least as new
+		if err != nil {
+			return err
+		}
+		alive, err := roots(fd)
+		if err != nil {
 			return err
 		}
 		var orphans []uint64
@@ -435,13 +455,51 @@ func (d *subvolumes) sweep(ctx context.Context) error {
 		}); err != nil {
 			return err
 		}
-		dead := d.dead.filter(orphans, time.Now())
+		dead, stuck := d.dead.filter(orphans, time.Now(), generation)
+		if len(stuck) > 0 {
+			if err := commit(fd); err != nil {
+				return err
+			}
+			if alive, err = roots(fd); err != nil { // what was being born is born now
+				return err
+			}
+			dead = append(dead, slices.DeleteFunc(stuck, func(id uint64) bool { return alive[id] })...)
+		}
 		for _, id := range dead {
 			arg := [2]uint64{0, id}                                // create = 0
 			_ = ioctl(fd, btrfsQgroupCreate, unsafe.Pointer(&arg)) // busy while a snapshot has its extents: another time
 		}
 		return ctx.Err()
 	}))
+}
+
+// roots are the subvolumes there are.
+func roots(fd uintptr) (map[uint64]bool, error) {
+	alive := map[uint64]bool{}
+	return alive, search(fd, rootTree, keyRootItem, 0, math.MaxUint64, func(object, _ uint64, _ []byte) { alive[object] = true })
+}
+
+// generation is the number of the transaction that was begun last.
+func generation(fd uintptr) (uint64, error) {
+	var info [1024]byte // struct btrfs_ioctl_fs_info_args: ..., flags at 48, generation at 56
+	binary.NativeEndian.PutUint64(info[48:], fsInfoGeneration)
+	if err := ioctl(fd, btrfsFSInfo, unsafe.Pointer(&info)); err != nil {
+		return 0, fmt.Errorf("read the pool's generation: %w", err)
+	}
+	return binary.NativeEndian.Uint64(info[56:]), nil
+}
+
+// commit ends the transaction that runs, without writing back what files hold.
+func commit(fd uintptr) error {
+	var transaction uint64
+	err := ioctl(fd, btrfsStartSync, unsafe.Pointer(&transaction))
+	if err == nil {
+		err = ioctl(fd, btrfsWaitSync, unsafe.Pointer(&transaction))
+	}
+	if err != nil {
+		return fmt.Errorf("commit in the pool: %w", err)
+	}
+	return nil
 }
 
 func (d *subvolumes) close() error {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"os"
 	"path/filepath"
 	"sync"
@@ -59,7 +60,10 @@ func openProjects(cfg Config) (driver, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &projects{folders: f, next: firstProject, used: map[uint32]bool{}}
+	// Each pool begins elsewhere, so that two on one file system do not try the same number at once.
+	h := fnv.New32a()
+	h.Write([]byte(f.root))
+	d := &projects{folders: f, next: firstProject + h.Sum32()%(lastProject-firstProject), used: map[uint32]bool{}}
 	// A kernel or a file system without quotas says so here; one where they are not on, when the first limit is set.
 	if err := onFolder(f.root, func(fd uintptr) error { _, err := getQuota(fd, firstProject); return err }); err != nil {
 		return nil, fmt.Errorf("the file system of %s has no project quotas: %w: %w", cfg.State, sandbox.ErrUnsupported, err)
@@ -103,7 +107,30 @@ func projectOf(path string) (uint32, error) {
 	return x.Project, err
 }
 
+// take finds a project that nobody uses: neither this pool nor another one on the file system, of a second host or of a dead one.
 func (d *projects) take() (uint32, error) {
+	for range lastProject - firstProject {
+		project, ok := d.reserve()
+		if !ok {
+			break
+		}
+		var q dqblk
+		err := onFolder(d.root, func(fd uintptr) (err error) {
+			q, err = getQuota(fd, project)
+			return err
+		})
+		if err == nil && q.HardBlocks == 0 && q.Space == 0 {
+			return project, nil
+		}
+		d.give(project)
+		if err != nil {
+			return 0, fmt.Errorf("use of project %d: %w", project, err)
+		}
+	}
+	return 0, fmt.Errorf("all project numbers are taken: %w", sandbox.ErrExhausted)
+}
+
+func (d *projects) reserve() (uint32, bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for range lastProject - firstProject {
@@ -112,10 +139,10 @@ func (d *projects) take() (uint32, error) {
 		}
 		if !d.used[d.next] {
 			d.used[d.next] = true
-			return d.next, nil
+			return d.next, true
 		}
 	}
-	return 0, fmt.Errorf("all project numbers are taken: %w", sandbox.ErrExhausted)
+	return 0, false
 }
 
 func (d *projects) give(project uint32) {
