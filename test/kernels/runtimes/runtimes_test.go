@@ -211,6 +211,33 @@ func TestPeakPerStep(t *testing.T) {
 	}
 }
 
+// TestWays records which of two ways a birth took.
+func TestWays(t *testing.T) {
+	needV2(t)
+	e := containertest.New(t, containertest.Options{})
+	s := &sandbox.Spec{Layers: []string{e.Layer}, Env: []string{"PATH=/bin"}, Resources: sandbox.Resources{Memory: 256 << 20, Disk: 32 << 20, Pids: 128}}
+	x, k := create(t, e, s)
+	shm := strings.TrimSpace(run(t, s, x, k, "shm", "stat", "-f", "-c", "%T", "/dev/shm"))
+	run(t, s, x, k, "file", "sh", "-c", "touch /srv/made-as-root && chown 1000:1000 /srv/made-as-root")
+	var owners []string
+	filepath.WalkDir(e.Uppers.Describe().Dir, func(path string, _ os.DirEntry, err error) error {
+		var st unix.Stat_t
+		if err == nil && filepath.Base(path) == "made-as-root" && unix.Lstat(path, &st) == nil {
+			owners = append(owners, strconv.Itoa(int(st.Uid)))
+		}
+		return nil
+	})
+	loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	d := e.Uppers.Describe()
+	fmt.Printf("seen: way: /dev/shm is %s; an inner 1000 lies on disk as %v; %d loop devices in use; uppers by %s: %s\n", shm, owners, len(loops), d.Driver, d.Limit)
+	for _, n := range d.Notes {
+		fmt.Printf("seen: way: %s\n", n)
+	}
+	if len(owners) != 1 || owners[0] != "1000" {
+		t.Errorf("owners on disk: %v, want 1000: id-mapped mounts are in every kernel that is tested here", owners)
+	}
+}
+
 func create(t *testing.T, e *containertest.Env, s *sandbox.Spec) (sandbox.Instance, *sink) {
 	t.Helper()
 	s.Fill()
