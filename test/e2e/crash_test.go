@@ -214,7 +214,8 @@ func live(t testing.TB, s *service, l *lived, r *rand.Rand, layer, key string, s
 		case res.Outcome.Kind == "unknown":
 			l.doubtful[id] = true
 		case res.Outcome.Kind != "exited" || int(res.Outcome.Code) != j || string(res.Stdout) != payload(id, n):
-			return fmt.Errorf("command %s: %s, %d octets, want %d and exit %d", id, describeOutcome(res.Outcome), len(res.Stdout), len(payload(id, n)), j)
+			return fmt.Errorf("command %s: %s, %d octets and %v told, want %d and exit %d; %s", id, describeOutcome(res.Outcome), len(res.Stdout), res.Outcome.Stdout,
+				len(payload(id, n)), j, l.told(t, s, id))
 		default:
 			l.commands[id] = payload(id, n)
 		}
@@ -230,6 +231,31 @@ func live(t testing.TB, s *service, l *lived, r *rand.Rand, layer, key string, s
 		l.stopped = true
 	}
 	return nil
+}
+
+// told is what the service says of a command afterwards, for a failure's text.
+func (l *lived) told(t testing.TB, s *service, id string) string {
+	var b strings.Builder
+	err := again(t, "ask again", func(ctx context.Context) error {
+		b.Reset()
+		r, err := s.client().Sandbox(l.id).Process(id).Wait(ctx)
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(&b, "asked again: %s, %d octets; log:", describeOutcome(r.Outcome), len(r.Stdout))
+		return s.client().Log(ctx, &dsecv1.ReadLogRequest{Sandbox: l.id, Output: true}, func(r *dsecv1.LogRecord) error {
+			if r.Step == id {
+				fmt.Fprintf(&b, " %d %s", r.Seq, r.Kind)
+				if r.Kind == "output" {
+					fmt.Fprintf(&b, " %s@%d+%d", r.Stream, r.Offset, r.Length)
+				}
+			} else if r.Step == "" {
+				fmt.Fprintf(&b, " %d (%s %s)", r.Seq, r.Kind, r.State)
+			}
+			return nil
+		})
+	})
+	return fmt.Sprint(b.String(), " ", err)
 }
 
 // once checks inside the sandbox that each command ran once.
@@ -300,6 +326,8 @@ func (l *lived) check(t testing.TB, s *service) {
 		switch r.Kind {
 		case "command":
 			started[r.Step]++
+		case "void": // the one before never reached the sandbox; a resend began it
+			started[r.Step]--
 		case "end":
 			ended[r.Step]++
 		case "output":
@@ -313,6 +341,7 @@ func (l *lived) check(t testing.TB, s *service) {
 	for id, want := range l.commands {
 		if started[id] != 1 || ended[id] != 1 || octets[id] != len(want) {
 			t.Errorf("log of %s: command %s started %d times, ended %d times, %d octets of %d", l.id, id, started[id], ended[id], octets[id], len(want))
+			t.Log(l.told(t, s, id))
 		}
 	}
 }

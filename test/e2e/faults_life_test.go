@@ -289,11 +289,11 @@ func TestLease(t *testing.T) {
 func TestKeysAtOnce(t *testing.T) {
 	t.Parallel()
 	s := shared(t)
-	small := s.small(t)
+	small, key := s.small(t), fmt.Sprintf("at-once-%d", time.Now().UnixNano())
 	var mu sync.Mutex
 	ids := map[string]bool{}
 	each(8, 24, func(int) {
-		sb, err := s.client().RunContainer(within(t), client.Options{Layers: []string{small}, Key: "at-once", Name: "at-once", Memory: 64 << 20})
+		sb, err := s.client().RunContainer(within(t), client.Options{Layers: []string{small}, Key: key, Name: "at-once", Memory: 64 << 20})
 		if err != nil {
 			t.Errorf("create: %v", err)
 			return
@@ -317,7 +317,7 @@ func TestKeysAtOnce(t *testing.T) {
 		t.Errorf("another command under the ID: %v", err)
 	}
 	errorText(t, err, "argv")
-	_, err = s.client().RunContainer(within(t), client.Options{Layers: []string{small}, Key: "at-once", Name: "at-once", Memory: 128 << 20})
+	_, err = s.client().RunContainer(within(t), client.Options{Layers: []string{small}, Key: key, Name: "at-once", Memory: 128 << 20})
 	if !errors.Is(err, client.ErrExists) {
 		t.Errorf("another create under the key: %v", err)
 	}

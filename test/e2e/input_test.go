@@ -294,7 +294,8 @@ func TestKeysAndVersions(t *testing.T) {
 func TestAfterTheEnd(t *testing.T) {
 	t.Parallel()
 	s := shared(t)
-	sb := s.box(t, func(o *client.Options) { o.Key = "after-the-end"; o.Job = "ended" })
+	key := fmt.Sprintf("after-the-end-%d", time.Now().UnixNano())
+	sb := s.box(t, func(o *client.Options) { o.Key = key; o.Job = "ended" })
 	r := exe(t, sb, client.Cmd{ID: "step", Argv: []string{"sh", "-c", "echo said; exit 4"}})
 	running, err := sb.Start(within(t), client.Cmd{ID: "cut", Argv: []string{"sleep", "100"}})
 	must(t, err)
@@ -335,7 +336,7 @@ func TestAfterTheEnd(t *testing.T) {
 		}
 	}
 	// The key answers the ended one and makes nothing new.
-	_, err = s.client().RunContainer(within(t), client.Options{Layers: sb.Data.Layers, Key: "after-the-end", Job: "ended"})
+	_, err = s.client().RunContainer(within(t), client.Options{Layers: sb.Data.Layers, Key: key, Job: "ended"})
 	t.Logf("the key of an ended sandbox with another request: %v", err)
 	if err == nil {
 		t.Error("another request under the key of an ended sandbox was taken")
