@@ -159,6 +159,9 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 		return err
 	}
 	s.off, *torn = end, !rolled
+	if err := l.stranded(s, end, size); err != nil {
+		return err
+	}
 	if end == segmentHeaderLen {
 		if size != l.cfg.SegmentBytes {
 			return l.drop(s, "empty")
@@ -169,6 +172,59 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	l.segs[num] = s
 	keep = true
 	return l.seal(s)
+}
+
+// strandedWithin is how far behind the end of an unsealed segment a record is looked for, in octets.
+const strandedWithin = 4 << 20
+
+// stranded tells when a record lies behind what was taken for the end. After a power loss that is how unsynced writes may come to lie;
+// within one boot nothing tears a file so, hence a record was damaged and what is behind it would be lost in silence: it is kept aside.
+func (l *Log) stranded(s *segment, end, size int64) error {
+	b := make([]byte, min(size-end, strandedWithin))
+	if _, err := s.file.ReadAt(b, end); err != nil {
+		return err
+	}
+	at := int64(-1)
+	for off := 8; off+headerLen <= len(b); off += 8 {
+		n, err := checkHeader(b[off:off+headerLen], s.header.Nonce)
+		if err != nil || off+headerLen+n > len(b) {
+			continue
+		}
+		if _, _, err := decodeRecord(b[off:off+headerLen], b[off+headerLen:off+headerLen+n], s.header.Nonce); err == nil {
+			at = end + int64(off)
+			break
+		}
+	}
+	switch {
+	case at < 0:
+		return nil
+	case s.header.Boot != l.cfg.Boot:
+		l.log.Warn("trajectory log: records behind a torn one, as a power loss leaves them, are dropped", "segment", s.num, "end", end, "next", at)
+		return nil
+	}
+	name := segmentName(s.num) + ".damaged"
+	err := l.setAside(s, name, size)
+	l.log.Error("trajectory log: a record is damaged and all behind it is lost; the segment was copied", "segment", s.num, "end", end, "next", at, "copy", name, "err", err)
+	return nil
+}
+
+// setAside copies a segment.
+func (l *Log) setAside(s *segment, name string, size int64) error {
+	f, err := l.fs.Create(name)
+	if err != nil {
+		return err
+	}
+	b := make([]byte, 1<<20)
+	for off := int64(0); off < size && err == nil; off += int64(len(b)) {
+		b = b[:min(int64(len(b)), size-off)]
+		if _, err = s.file.ReadAt(b, off); err == nil {
+			_, err = f.WriteAt(b, off)
+		}
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
 }
 
 // loadEntry indexes a record; what contradicts the index is told and left out.

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"strings"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
@@ -242,5 +244,37 @@ func TestRoomForAllAtOnce(t *testing.T) {
 	}
 	if err := g.Wait(); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A record that rots in a segment which takes records ends the log there; that is told, and what was behind it is kept aside.
+func TestDamageBeforeTheEndIsTold(t *testing.T) {
+	for _, rot := range []bool{false, true} {
+		fs := crashfs.New(1)
+		l := open(t, memory(fs))
+		add(t, l, "a", create())
+		for i := range 5 {
+			add(t, l, "a", output("s", int64(i)*100, string(bytes.Repeat([]byte{byte('A' + i)}, 100))))
+		}
+		fs = fs.Kill()
+		f, err := fs.Open("00000001.log")
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 64<<10)
+		f.ReadAt(b, 0)
+		if rot {
+			f.WriteAt([]byte{'!'}, int64(bytes.Index(b, []byte("CCCC")))+10)
+		}
+		var told bytes.Buffer
+		l, err = trajectory.Open(memory(fs), slog.New(slog.NewTextHandler(&told, nil)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Close()
+		_, err = fs.Open("00000001.log.damaged")
+		if is := strings.Contains(told.String(), "level=ERROR"); is != rot || (err == nil) != rot {
+			t.Errorf("damaged %v: copy %v, told %q", rot, err, &told)
+		}
 	}
 }
