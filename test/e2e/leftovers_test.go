@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io"
-	"io/fs"
 	"net"
 	"os"
 	"os/exec"
@@ -245,16 +244,15 @@ func (s *service) idle() error {
 	})
 }
 
-// mountedFor names the processes whose mount namespaces have something of the service's.
-func (s *service) mountedFor() string {
-	var out []string
+// mountedElsewhere reports whether a process that is not the service's sees one of its mounts.
+func (s *service) mountedElsewhere() bool {
 	for _, p := range processes() {
 		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/mountinfo", p.pid))
-		if strings.Contains(string(b), s.dir+"/") {
-			out = append(out, p.String())
+		if strings.Contains(string(b), s.dir+"/") && !strings.Contains(p.args, s.dir) && (p.uid < int(s.uid) || p.uid >= int(s.uid)+slots*uidsPerBox) {
+			return true
 		}
 	}
-	return fmt.Sprint(out)
+	return false
 }
 
 // nothingLeft checks after the service's end that nothing of it is on the machine but its state folder.
@@ -279,10 +277,9 @@ func (s *service) nothingLeft() error {
 		loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 		for _, l := range loops {
 			b, err := os.ReadFile(l)
-			if err == nil && strings.HasPrefix(string(b), s.dir+"/") {
-				left = append(left, "loop device of "+strings.TrimSpace(string(b))+", mounted for "+s.mountedFor())
-			} else if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, os.ErrInvalid) {
-				continue
+			// A program of this machine that made a mount namespace meanwhile has a copy of the pool's mount until it ends.
+			if err == nil && strings.HasPrefix(string(b), s.dir+"/") && !s.mountedElsewhere() {
+				left = append(left, "loop device of "+strings.TrimSpace(string(b)))
 			}
 		}
 		if len(left) > 0 {
