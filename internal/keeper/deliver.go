@@ -23,6 +23,11 @@ func (c *command) rewind() {
 
 // pump sends a segment of each stream, then the end; left says that more is there.
 func (c *command) pump(l *link) (sent int, left bool, err error) {
+	// Asked before the streams are: an end that becomes due while they are looked at comes with octets that were not seen there, and
+	// goes out at the next turn. Else the end would overtake them.
+	c.mu.Lock()
+	due := c.end == outPending
+	c.mu.Unlock()
 	for _, s := range c.streams() {
 		g := s.next()
 		if g == nil {
@@ -38,8 +43,8 @@ func (c *command) pump(l *link) (sent int, left bool, err error) {
 			return sent, false, err
 		}
 	}
-	if left {
-		return sent, true, nil
+	if left || !due {
+		return sent, left, nil
 	}
 	c.mu.Lock()
 	if c.end != outPending {
