@@ -214,7 +214,7 @@ func live(t testing.TB, s *service, l *lived, r *rand.Rand, layer, key string, s
 		case res.Outcome.Kind == "unknown":
 			l.doubtful[id] = true
 		case res.Outcome.Kind != "exited" || int(res.Outcome.Code) != j || string(res.Stdout) != payload(id, n):
-			return fmt.Errorf("command %s: %s, %d octets and %v told, want %d and exit %d; %s", id, describeOutcome(res.Outcome), len(res.Stdout), res.Outcome.Stdout,
+			return fmt.Errorf("command %s: %s, %d octets and %v told, stderr %.200q, want %d and exit %d; %s", id, describeOutcome(res.Outcome), len(res.Stdout), res.Outcome.Stdout, res.Stderr,
 				len(payload(id, n)), j, l.told(t, s, id))
 		default:
 			l.commands[id] = payload(id, n)
