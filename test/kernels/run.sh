@@ -56,24 +56,25 @@ fetch() {
   fi
   version=$(apt apt-cache madison linux-image-cloud-amd64 | awk -v s="$suite/main" '$6 == s && !n++ {print $3}')
   image=$(apt apt-cache show "linux-image-cloud-amd64=$version" | awk '!n && match($0, /linux-image-[0-9][^ ,]*/) {n = 1; print substr($0, RSTART, RLENGTH)}')
-  # Newer releases split the image: the boot file and the modules lie in packages beside it.
+  # Newer releases split the image: boot file, modules and their lists lie in packages beside it.
   packages=$image
-  for d in linux-binary linux-modules; do
+  for d in linux-base linux-binary linux-modules; do
     if apt apt-cache show "$d-${image#linux-image-}" >/dev/null 2>&1; then packages+=" $d-${image#linux-image-}"; fi
   done
   echo "== fetch $packages ($version)"
   rm -rf "$cache/$k"; mkdir -p "$cache/$k/deb" "$cache/$k/tree" "$cache/$k/modules"
   (cd "$cache/$k/deb" && apt apt-get download -qq $packages)
   for d in "$cache/$k"/deb/*.deb; do dpkg-deb -x "$d" "$cache/$k/tree"; done
+  find "$cache/$k/tree" -name 'vmlinuz*' -type f -exec mv {} "$cache/$k/vmlinuz.new" \;
+  find "$cache/$k/tree" \( -name 'config-*' -o -name config \) -type f -exec cp {} "$cache/$k/config" \;
   for d in "$cache/$k"/tree/lib/modules/* "$cache/$k"/tree/usr/lib/modules/*; do
     [ -d "$d/kernel" ] && mv "$d" "$cache/$k/modules/"
   done
   find "$cache/$k/modules" -name '*.ko.xz' -exec xz -d {} +
   mkdir -p "$cache/$k/base/lib"; ln -s ../../modules "$cache/$k/base/lib/modules"
   depmod -b "$cache/$k/base" "$(ls "$cache/$k/modules")"
-  find "$cache/$k/tree" -name 'vmlinuz*' -type f -exec cp {} "$cache/$k/vmlinuz" \;
-  find "$cache/$k/tree" -name 'config-*' -type f -exec cp {} "$cache/$k/config" \;
   rm -rf "$cache/$k/deb" "$cache/$k/tree"
+  mv "$cache/$k/vmlinuz.new" "$cache/$k/vmlinuz" # last: it says that all is there
 }
 
 # root makes the first disk: a Debian with the tools that the host needs, and in /runtimes another one with programs that size
