@@ -1,4 +1,4 @@
-# make build | test | demo | bench B=create|exec|idle | torture | generate
+# make build | test | demo | bench B=create|exec|idle | torture | test-kernels | generate
 SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
@@ -30,6 +30,11 @@ test-fast:
 
 torture: deps build
 	DSEC_TORTURE=1 scripts/test.sh
+
+# The container backend on Debian's own kernels with cgroup v2 alone, in QEMU machines: docs/ops/kernels.md.
+.PHONY: test-kernels
+test-kernels:
+	test/kernels/run.sh
 
 demo: deps build
 	examples/swe/run.sh
