@@ -52,6 +52,8 @@ type box struct {
 	ending  bool               // end was asked for; the first asker's cause stands, but for platform's
 	noted   bool               // the beginning of the end is recorded
 	abort   context.CancelFunc // of a create under way
+	// entering is set from the birth until the entrypoint was asked for.
+	entering bool
 
 	life   sandbox.Lifetime
 	total  time.Time // deadline

@@ -187,10 +187,11 @@ func (h *Host) createDifference(ctx context.Context, b *box, req *dsecv1.HostCre
 	return "another request hash"
 }
 
-// settled waits until the creation has come to an end, whichever.
+// settled waits until the creation has come to an end, whichever, and its entrypoint was asked for: who makes a sandbox with one finds
+// the command.
 func (b *box) settled(ctx context.Context) error {
 	b.mu.Lock()
-	for b.state == sandbox.Creating && b.err == nil {
+	for (b.state == sandbox.Creating || b.entering) && b.err == nil {
 		if err := b.waitChange(ctx); err != nil {
 			return err
 		}
@@ -287,6 +288,7 @@ func (h *Host) raise(b *box, inst sandbox.Instance) {
 	h.mu.Unlock()
 	b.mu.Lock()
 	b.inst, b.state, b.abort = inst, sandbox.Running, nil
+	b.entering = len(b.spec.Entry) > 0 && !b.ending
 	b.last = time.Now()
 	b.arm()
 	cause, stop := b.cause, b.ending
@@ -313,6 +315,12 @@ func (h *Host) raise(b *box, inst sandbox.Instance) {
 }
 
 func (h *Host) startEntry(b *box) {
+	defer func() {
+		b.mu.Lock()
+		b.entering = false
+		b.changed.ring()
+		b.mu.Unlock()
+	}()
 	ctx, cancel := h.bounded(actWait)
 	defer cancel()
 	_, _, err := b.start(ctx, &sandbox.Command{ID: entrypoint, Argv: b.spec.Entry})
