@@ -93,7 +93,8 @@ type sighting struct {
 
 const birthTime = 2 * time.Second
 
-// filter also returns those that wait for nothing but the end of a transaction that nobody ends: the caller commits first.
+// filter also returns those that wait for nothing but the end of a transaction, which may be half a minute away or, in a pool that
+// nobody uses, never come: the caller commits first.
 func (p *patience) filter(ids []uint64, now time.Time, generation uint64) (old, stuck []uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -107,7 +108,7 @@ func (p *patience) filter(ids []uint64, now time.Time, generation uint64) (old, 
 		case now.Sub(s.at) < birthTime:
 		case generation >= s.generation+2: // the next one begins while one still ends, the next but one does not
 			old = append(old, id)
-		case generation == s.generation:
+		default:
 			stuck = append(stuck, id)
 		}
 	}
