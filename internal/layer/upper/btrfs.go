@@ -91,7 +91,10 @@ type sighting struct {
 	generation uint64 // of the transaction that was begun last
 }
 
-const birthTime = 2 * time.Second
+const (
+	birthTime  = 2 * time.Second
+	commitTime = 10 * time.Second // two commits in that time let all go, so sweeps under load do not ask for more
+)
 
 // filter also returns those that wait for nothing but the end of a transaction, which may be half a minute away or, in a pool that
 // nobody uses, never come: the caller commits first.
@@ -108,7 +111,7 @@ func (p *patience) filter(ids []uint64, now time.Time, generation uint64) (old, 
 		case now.Sub(s.at) < birthTime:
 		case generation >= s.generation+2: // the next one begins while one still ends, the next but one does not
 			old = append(old, id)
-		default:
+		case now.Sub(s.at) >= commitTime:
 			stuck = append(stuck, id)
 		}
 	}
