@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"time"
 
 	"connectrpc.com/connect"
 
@@ -191,6 +192,7 @@ type logService struct{ h *Host }
 const (
 	batchRecords = 256
 	batchOctets  = 1 << 20
+	followPoll   = time.Second // how long a follower waits for a record before it looks whether the sandbox has ended
 )
 
 // Read streams a trajectory's records; with follow until the sandbox has ended and all is told. It wakes nothing.
@@ -221,7 +223,13 @@ func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLo
 		case over || !m.GetFollow():
 			return nil
 		default:
-			if err := h.deps.Log.Wait(ctx, b.traj, next); err != nil {
+			// The record of the end is in the log a moment before the sandbox counts as ended, and none comes after it: the
+			// wait is bounded, so that a follower that met that moment looks again.
+			wait, cancel := context.WithTimeout(ctx, followPoll)
+			err := h.deps.Log.Wait(wait, b.traj, next)
+			bounded := wait.Err() != nil && ctx.Err() == nil
+			cancel()
+			if err != nil && !bounded {
 				return err
 			}
 		}
