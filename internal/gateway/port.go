@@ -143,6 +143,12 @@ func (p *ports) serve(w http.ResponseWriter, r *http.Request, t target) {
 		return
 	}
 	defer p.conns.Add(-1)
+	// Over HTTP/1 the server would otherwise take the rest of the request for itself when the answer begins: an application could not
+	// answer while it reads, and where the transport was still to see the request's end, the answer broke off in its middle.
+	if err := http.NewResponseController(w).EnableFullDuplex(); err != nil {
+		p.fail(w, r, err)
+		return
+	}
 	p.proxy.ServeHTTP(w, r)
 	p.g.edge.Done("ports", nil, rt.start)
 }

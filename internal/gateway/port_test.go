@@ -58,6 +58,51 @@ func (c *cluster) ask(t *testing.T, method, target, host string, headers map[str
 	return resp.StatusCode, string(b), resp.Header
 }
 
+// An application may answer while the request is still on its way, and no answer breaks off for it. The body goes out in two parts, the
+// second when the first is back.
+func TestPortsAnswerWhileTheyRead(t *testing.T) {
+	c := newCluster(t, 1)
+	sb := c.mustCreate(t, &dsecv1.CreateRequest{})
+	c.inside(t, sb, 8080, func(w http.ResponseWriter, r *http.Request) {
+		rc := http.NewResponseController(w)
+		rc.EnableFullDuplex()
+		b := make([]byte, 4)
+		for {
+			if _, err := io.ReadFull(r.Body, b); err != nil {
+				return
+			}
+			w.Write(b)
+			rc.Flush()
+		}
+	})
+	for _, length := range []int64{8, -1} {
+		body, send := io.Pipe()
+		defer send.Close()
+		r, err := http.NewRequest("POST", c.url+"/v1/ports/"+sb.Id+"/8080/", body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.ContentLength = length
+		r.Header.Set("X-API-Key", c.key)
+		go io.WriteString(send, "half")
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		resp, err := http.DefaultTransport.RoundTrip(r.WithContext(ctx))
+		if err != nil {
+			t.Fatalf("length %d: %v", length, err)
+		}
+		defer resp.Body.Close()
+		first := make([]byte, 4)
+		if _, err := io.ReadFull(resp.Body, first); err != nil || string(first) != "half" {
+			t.Fatalf("length %d: first %q %v", length, first, err)
+		}
+		go func() { io.WriteString(send, "rest"); send.Close() }()
+		if rest, err := io.ReadAll(resp.Body); err != nil || string(rest) != "rest" {
+			t.Errorf("length %d: rest %q %v", length, rest, err)
+		}
+	}
+}
+
 // Faults B46 and B47.
 func TestPortsByPathHeaderAndHostName(t *testing.T) {
 	t.Setenv("HTTP_PROXY", "http://127.0.0.1:1")

@@ -296,3 +296,32 @@ func TestCrash(t *testing.T) {
 		c.restart()
 	})
 }
+
+// A power loss may leave a segment of any length; wherever its file ends, the log opens, with what was whole before it.
+func TestOpenWhereverTheFileEnds(t *testing.T) {
+	fs := crashfs.New(1)
+	c := &crashRun{fs: fs}
+	log := func() *trajectory.Log {
+		l, err := trajectory.Open(c.config(), quiet)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	l := log()
+	add(t, l, "k", create())
+	add(t, l, "k", output("a", 0, "some octets"))
+	for end := int64(0); end < 700; end++ {
+		c.fs = fs.Kill()
+		f, err := c.fs.Open("00000001.log")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Truncate(end); err != nil {
+			t.Fatal(err)
+		}
+		if st, err := log().Stat(testID("k")); err == nil && st.LastSeq > 2 || err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+			t.Fatalf("end %d: %v %v", end, st, err)
+		}
+	}
+}

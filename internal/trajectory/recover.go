@@ -180,6 +180,9 @@ const strandedWithin = 4 << 20
 // stranded tells when a record lies behind what was taken for the end. After a power loss that is how unsynced writes may come to lie;
 // within one boot nothing tears a file so, hence a record was damaged and what is behind it would be lost in silence: it is kept aside.
 func (l *Log) stranded(s *segment, end, size int64) error {
+	if end >= size {
+		return nil
+	}
 	b := make([]byte, min(size-end, strandedWithin))
 	if _, err := s.file.ReadAt(b, end); err != nil {
 		return err
