@@ -124,6 +124,9 @@ type LogRecord struct {
 	RequestJson   string                 `protobuf:"bytes,14,opt,name=request_json,json=requestJson,proto3" json:"request_json,omitempty"` // the canonical request, enough to do the step again
 	Sha256        string                 `protobuf:"bytes,15,opt,name=sha256,proto3" json:"sha256,omitempty"`                              // of input octets kept by content
 	Late          bool                   `protobuf:"varint,16,opt,name=late,proto3" json:"late,omitempty"`
+	Summary       *Summary               `protobuf:"bytes,17,opt,name=summary,proto3" json:"summary,omitempty"` // in the record of a sandbox's end
+	Verdict       *Verdict               `protobuf:"bytes,18,opt,name=verdict,proto3" json:"verdict,omitempty"`
+	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"` // how input octets are kept: inline | blob | hash
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -270,6 +273,27 @@ func (x *LogRecord) GetLate() bool {
 	return false
 }
 
+func (x *LogRecord) GetSummary() *Summary {
+	if x != nil {
+		return x.Summary
+	}
+	return nil
+}
+
+func (x *LogRecord) GetVerdict() *Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return nil
+}
+
+func (x *LogRecord) GetInput() string {
+	if x != nil {
+		return x.Input
+	}
+	return ""
+}
+
 type ReadLogResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Records       []*LogRecord           `protobuf:"bytes,1,rep,name=records,proto3" json:"records,omitempty"`
@@ -314,6 +338,816 @@ func (x *ReadLogResponse) GetRecords() []*LogRecord {
 	return nil
 }
 
+type SetVerdictRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // id or name; or job and key
+	Job           string                 `protobuf:"bytes,2,opt,name=job,proto3" json:"job,omitempty"`
+	Key           string                 `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	Verdict       *Verdict               `protobuf:"bytes,4,opt,name=verdict,proto3" json:"verdict,omitempty"` // its key is the call's: "verdict" when empty; time and seq are the server's
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetVerdictRequest) Reset() {
+	*x = SetVerdictRequest{}
+	mi := &file_dsec_v1_log_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetVerdictRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetVerdictRequest) ProtoMessage() {}
+
+func (x *SetVerdictRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetVerdictRequest.ProtoReflect.Descriptor instead.
+func (*SetVerdictRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *SetVerdictRequest) GetSandbox() string {
+	if x != nil {
+		return x.Sandbox
+	}
+	return ""
+}
+
+func (x *SetVerdictRequest) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *SetVerdictRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *SetVerdictRequest) GetVerdict() *Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return nil
+}
+
+type SetVerdictResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Verdict       *Verdict               `protobuf:"bytes,1,opt,name=verdict,proto3" json:"verdict,omitempty"`
+	Existed       bool                   `protobuf:"varint,2,opt,name=existed,proto3" json:"existed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetVerdictResponse) Reset() {
+	*x = SetVerdictResponse{}
+	mi := &file_dsec_v1_log_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetVerdictResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetVerdictResponse) ProtoMessage() {}
+
+func (x *SetVerdictResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetVerdictResponse.ProtoReflect.Descriptor instead.
+func (*SetVerdictResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *SetVerdictResponse) GetVerdict() *Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return nil
+}
+
+func (x *SetVerdictResponse) GetExisted() bool {
+	if x != nil {
+		return x.Existed
+	}
+	return false
+}
+
+// TrajectoryFilter picks trajectories of the caller's project; all that is set must match.
+type TrajectoryFilter struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Job           string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
+	Sandboxes     []string               `protobuf:"bytes,2,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"` // IDs
+	Labels        map[string]string      `protobuf:"bytes,3,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Reward        string                 `protobuf:"bytes,4,opt,name=reward,proto3" json:"reward,omitempty"` // as in ">0", "<=0.5", "==1", "!=0"; "none" has no reward, "any" has one
+	Ended         bool                   `protobuf:"varint,5,opt,name=ended,proto3" json:"ended,omitempty"`  // of ended sandboxes alone
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TrajectoryFilter) Reset() {
+	*x = TrajectoryFilter{}
+	mi := &file_dsec_v1_log_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TrajectoryFilter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TrajectoryFilter) ProtoMessage() {}
+
+func (x *TrajectoryFilter) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TrajectoryFilter.ProtoReflect.Descriptor instead.
+func (*TrajectoryFilter) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *TrajectoryFilter) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *TrajectoryFilter) GetSandboxes() []string {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return nil
+}
+
+func (x *TrajectoryFilter) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *TrajectoryFilter) GetReward() string {
+	if x != nil {
+		return x.Reward
+	}
+	return ""
+}
+
+func (x *TrajectoryFilter) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
+}
+
+type StepsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Filter        *TrajectoryFilter      `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
+	OutputLimit   int64                  `protobuf:"varint,2,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"` // octets of each stream; 0 is 64 KiB, -1 none; at most 16 MiB
+	Requests      bool                   `protobuf:"varint,3,opt,name=requests,proto3" json:"requests,omitempty"`                          // with the canonical requests
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StepsRequest) Reset() {
+	*x = StepsRequest{}
+	mi := &file_dsec_v1_log_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StepsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StepsRequest) ProtoMessage() {}
+
+func (x *StepsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StepsRequest.ProtoReflect.Descriptor instead.
+func (*StepsRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *StepsRequest) GetFilter() *TrajectoryFilter {
+	if x != nil {
+		return x.Filter
+	}
+	return nil
+}
+
+func (x *StepsRequest) GetOutputLimit() int64 {
+	if x != nil {
+		return x.OutputLimit
+	}
+	return 0
+}
+
+func (x *StepsRequest) GetRequests() bool {
+	if x != nil {
+		return x.Requests
+	}
+	return false
+}
+
+// Step is one step of a trajectory.
+type Step struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`                                      // its key
+	Seq           int64                  `protobuf:"varint,2,opt,name=seq,proto3" json:"seq,omitempty"`                                   // of its start
+	Kind          string                 `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`                                  // command | write | append | makedir | move | remove | upload | snapshot | signal
+	State         string                 `protobuf:"bytes,4,opt,name=state,proto3" json:"state,omitempty"`                                // running | ended | unknown
+	RequestHash   string                 `protobuf:"bytes,5,opt,name=request_hash,json=requestHash,proto3" json:"request_hash,omitempty"` // of a command: docs/format/records.md; empty where only the server can compare (secrets, terminals)
+	Outcome       *Outcome               `protobuf:"bytes,6,opt,name=outcome,proto3" json:"outcome,omitempty"`
+	Stdout        []byte                 `protobuf:"bytes,7,opt,name=stdout,proto3" json:"stdout,omitempty"` // from the first octet, up to the limit and the first gap
+	Stderr        []byte                 `protobuf:"bytes,8,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	RequestJson   string                 `protobuf:"bytes,9,opt,name=request_json,json=requestJson,proto3" json:"request_json,omitempty"`
+	Session       string                 `protobuf:"bytes,10,opt,name=session,proto3" json:"session,omitempty"`
+	InputSha256   string                 `protobuf:"bytes,11,opt,name=input_sha256,json=inputSha256,proto3" json:"input_sha256,omitempty"`
+	InputSize     int64                  `protobuf:"varint,12,opt,name=input_size,json=inputSize,proto3" json:"input_size,omitempty"`
+	Started       *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=started,proto3" json:"started,omitempty"`
+	Sha256        string                 `protobuf:"bytes,14,opt,name=sha256,proto3" json:"sha256,omitempty"` // of what a write or upload carried
+	Length        int64                  `protobuf:"varint,15,opt,name=length,proto3" json:"length,omitempty"`
+	Layer         string                 `protobuf:"bytes,16,opt,name=layer,proto3" json:"layer,omitempty"`    // of a snapshot
+	Input         string                 `protobuf:"bytes,17,opt,name=input,proto3" json:"input,omitempty"`    // how its input octets are kept: inline | blob | hash
+	Opaque        bool                   `protobuf:"varint,18,opt,name=opaque,proto3" json:"opaque,omitempty"` // with a terminal: what was typed and when can't be done again
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Step) Reset() {
+	*x = Step{}
+	mi := &file_dsec_v1_log_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Step) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Step) ProtoMessage() {}
+
+func (x *Step) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Step.ProtoReflect.Descriptor instead.
+func (*Step) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *Step) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Step) GetSeq() int64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *Step) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Step) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *Step) GetRequestHash() string {
+	if x != nil {
+		return x.RequestHash
+	}
+	return ""
+}
+
+func (x *Step) GetOutcome() *Outcome {
+	if x != nil {
+		return x.Outcome
+	}
+	return nil
+}
+
+func (x *Step) GetStdout() []byte {
+	if x != nil {
+		return x.Stdout
+	}
+	return nil
+}
+
+func (x *Step) GetStderr() []byte {
+	if x != nil {
+		return x.Stderr
+	}
+	return nil
+}
+
+func (x *Step) GetRequestJson() string {
+	if x != nil {
+		return x.RequestJson
+	}
+	return ""
+}
+
+func (x *Step) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
+}
+
+func (x *Step) GetInputSha256() string {
+	if x != nil {
+		return x.InputSha256
+	}
+	return ""
+}
+
+func (x *Step) GetInputSize() int64 {
+	if x != nil {
+		return x.InputSize
+	}
+	return 0
+}
+
+func (x *Step) GetStarted() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Started
+	}
+	return nil
+}
+
+func (x *Step) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *Step) GetLength() int64 {
+	if x != nil {
+		return x.Length
+	}
+	return 0
+}
+
+func (x *Step) GetLayer() string {
+	if x != nil {
+		return x.Layer
+	}
+	return ""
+}
+
+func (x *Step) GetInput() string {
+	if x != nil {
+		return x.Input
+	}
+	return ""
+}
+
+func (x *Step) GetOpaque() bool {
+	if x != nil {
+		return x.Opaque
+	}
+	return false
+}
+
+type StepsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // begins a trajectory; the steps that follow are its
+	Steps         []*Step                `protobuf:"bytes,2,rep,name=steps,proto3" json:"steps,omitempty"`
+	Errors        []*ItemError           `protobuf:"bytes,3,rep,name=errors,proto3" json:"errors,omitempty"` // hosts that did not answer: what they hold is missing
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StepsResponse) Reset() {
+	*x = StepsResponse{}
+	mi := &file_dsec_v1_log_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StepsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StepsResponse) ProtoMessage() {}
+
+func (x *StepsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StepsResponse.ProtoReflect.Descriptor instead.
+func (*StepsResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *StepsResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *StepsResponse) GetSteps() []*Step {
+	if x != nil {
+		return x.Steps
+	}
+	return nil
+}
+
+func (x *StepsResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
+	}
+	return nil
+}
+
+type ExportRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Filter        *TrajectoryFilter      `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
+	Rows          string                 `protobuf:"bytes,2,opt,name=rows,proto3" json:"rows,omitempty"`                                   // steps (default) | trajectories
+	OutputLimit   int64                  `protobuf:"varint,3,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"` // as in StepsRequest
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportRequest) Reset() {
+	*x = ExportRequest{}
+	mi := &file_dsec_v1_log_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportRequest) ProtoMessage() {}
+
+func (x *ExportRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportRequest.ProtoReflect.Descriptor instead.
+func (*ExportRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ExportRequest) GetFilter() *TrajectoryFilter {
+	if x != nil {
+		return x.Filter
+	}
+	return nil
+}
+
+func (x *ExportRequest) GetRows() string {
+	if x != nil {
+		return x.Rows
+	}
+	return ""
+}
+
+func (x *ExportRequest) GetOutputLimit() int64 {
+	if x != nil {
+		return x.OutputLimit
+	}
+	return 0
+}
+
+type ExportResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rows          []string               `protobuf:"bytes,1,rep,name=rows,proto3" json:"rows,omitempty"` // each a JSON object without newlines
+	Errors        []*ItemError           `protobuf:"bytes,2,rep,name=errors,proto3" json:"errors,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportResponse) Reset() {
+	*x = ExportResponse{}
+	mi := &file_dsec_v1_log_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportResponse) ProtoMessage() {}
+
+func (x *ExportResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportResponse.ProtoReflect.Descriptor instead.
+func (*ExportResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *ExportResponse) GetRows() []string {
+	if x != nil {
+		return x.Rows
+	}
+	return nil
+}
+
+func (x *ExportResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
+	}
+	return nil
+}
+
+type ReadInputRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	Seq           int64                  `protobuf:"varint,2,opt,name=seq,proto3" json:"seq,omitempty"` // of the record
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadInputRequest) Reset() {
+	*x = ReadInputRequest{}
+	mi := &file_dsec_v1_log_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadInputRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadInputRequest) ProtoMessage() {}
+
+func (x *ReadInputRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadInputRequest.ProtoReflect.Descriptor instead.
+func (*ReadInputRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *ReadInputRequest) GetSandbox() string {
+	if x != nil {
+		return x.Sandbox
+	}
+	return ""
+}
+
+func (x *ReadInputRequest) GetSeq() int64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+type ReadInputResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadInputResponse) Reset() {
+	*x = ReadInputResponse{}
+	mi := &file_dsec_v1_log_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadInputResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadInputResponse) ProtoMessage() {}
+
+func (x *ReadInputResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadInputResponse.ProtoReflect.Descriptor instead.
+func (*ReadInputResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *ReadInputResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type RemoveLogsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Job           string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
+	OlderMs       int64                  `protobuf:"varint,2,opt,name=older_ms,json=olderMs,proto3" json:"older_ms,omitempty"` // of sandboxes that ended longer ago; 0 is any age, then job must be set
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoveLogsRequest) Reset() {
+	*x = RemoveLogsRequest{}
+	mi := &file_dsec_v1_log_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoveLogsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoveLogsRequest) ProtoMessage() {}
+
+func (x *RemoveLogsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoveLogsRequest.ProtoReflect.Descriptor instead.
+func (*RemoveLogsRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *RemoveLogsRequest) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *RemoveLogsRequest) GetOlderMs() int64 {
+	if x != nil {
+		return x.OlderMs
+	}
+	return 0
+}
+
+type RemoveLogsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Trajectories  int64                  `protobuf:"varint,1,opt,name=trajectories,proto3" json:"trajectories,omitempty"` // removed
+	Errors        []*ItemError           `protobuf:"bytes,2,rep,name=errors,proto3" json:"errors,omitempty"`              // hosts that did not answer, or whose share still lives
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoveLogsResponse) Reset() {
+	*x = RemoveLogsResponse{}
+	mi := &file_dsec_v1_log_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoveLogsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoveLogsResponse) ProtoMessage() {}
+
+func (x *RemoveLogsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_log_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoveLogsResponse.ProtoReflect.Descriptor instead.
+func (*RemoveLogsResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_log_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *RemoveLogsResponse) GetTrajectories() int64 {
+	if x != nil {
+		return x.Trajectories
+	}
+	return 0
+}
+
+func (x *RemoveLogsResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
+	}
+	return nil
+}
+
 var File_dsec_v1_log_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_log_proto_rawDesc = "" +
@@ -325,7 +1159,7 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x03key\x18\x03 \x01(\tR\x03key\x12\x19\n" +
 	"\bfrom_seq\x18\x04 \x01(\x03R\afromSeq\x12\x16\n" +
 	"\x06follow\x18\x05 \x01(\bR\x06follow\x12\x16\n" +
-	"\x06output\x18\x06 \x01(\bR\x06output\"\xb7\x03\n" +
+	"\x06output\x18\x06 \x01(\bR\x06output\"\xa5\x04\n" +
 	"\tLogRecord\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x03R\x03seq\x12.\n" +
@@ -343,12 +1177,85 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x05state\x18\r \x01(\tR\x05state\x12!\n" +
 	"\frequest_json\x18\x0e \x01(\tR\vrequestJson\x12\x16\n" +
 	"\x06sha256\x18\x0f \x01(\tR\x06sha256\x12\x12\n" +
-	"\x04late\x18\x10 \x01(\bR\x04late\"?\n" +
+	"\x04late\x18\x10 \x01(\bR\x04late\x12*\n" +
+	"\asummary\x18\x11 \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
+	"\averdict\x18\x12 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x14\n" +
+	"\x05input\x18\x13 \x01(\tR\x05input\"?\n" +
 	"\x0fReadLogResponse\x12,\n" +
-	"\arecords\x18\x01 \x03(\v2\x12.dsec.v1.LogRecordR\arecords2I\n" +
+	"\arecords\x18\x01 \x03(\v2\x12.dsec.v1.LogRecordR\arecords\"}\n" +
+	"\x11SetVerdictRequest\x12\x18\n" +
+	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x10\n" +
+	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\x12*\n" +
+	"\averdict\x18\x04 \x01(\v2\x10.dsec.v1.VerdictR\averdict\"Z\n" +
+	"\x12SetVerdictResponse\x12*\n" +
+	"\averdict\x18\x01 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x18\n" +
+	"\aexisted\x18\x02 \x01(\bR\aexisted\"\xea\x01\n" +
+	"\x10TrajectoryFilter\x12\x10\n" +
+	"\x03job\x18\x01 \x01(\tR\x03job\x12\x1c\n" +
+	"\tsandboxes\x18\x02 \x03(\tR\tsandboxes\x12=\n" +
+	"\x06labels\x18\x03 \x03(\v2%.dsec.v1.TrajectoryFilter.LabelsEntryR\x06labels\x12\x16\n" +
+	"\x06reward\x18\x04 \x01(\tR\x06reward\x12\x14\n" +
+	"\x05ended\x18\x05 \x01(\bR\x05ended\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x80\x01\n" +
+	"\fStepsRequest\x121\n" +
+	"\x06filter\x18\x01 \x01(\v2\x19.dsec.v1.TrajectoryFilterR\x06filter\x12!\n" +
+	"\foutput_limit\x18\x02 \x01(\x03R\voutputLimit\x12\x1a\n" +
+	"\brequests\x18\x03 \x01(\bR\brequests\"\xfa\x03\n" +
+	"\x04Step\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x10\n" +
+	"\x03seq\x18\x02 \x01(\x03R\x03seq\x12\x12\n" +
+	"\x04kind\x18\x03 \x01(\tR\x04kind\x12\x14\n" +
+	"\x05state\x18\x04 \x01(\tR\x05state\x12!\n" +
+	"\frequest_hash\x18\x05 \x01(\tR\vrequestHash\x12*\n" +
+	"\aoutcome\x18\x06 \x01(\v2\x10.dsec.v1.OutcomeR\aoutcome\x12\x16\n" +
+	"\x06stdout\x18\a \x01(\fR\x06stdout\x12\x16\n" +
+	"\x06stderr\x18\b \x01(\fR\x06stderr\x12!\n" +
+	"\frequest_json\x18\t \x01(\tR\vrequestJson\x12\x18\n" +
+	"\asession\x18\n" +
+	" \x01(\tR\asession\x12!\n" +
+	"\finput_sha256\x18\v \x01(\tR\vinputSha256\x12\x1d\n" +
+	"\n" +
+	"input_size\x18\f \x01(\x03R\tinputSize\x124\n" +
+	"\astarted\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\astarted\x12\x16\n" +
+	"\x06sha256\x18\x0e \x01(\tR\x06sha256\x12\x16\n" +
+	"\x06length\x18\x0f \x01(\x03R\x06length\x12\x14\n" +
+	"\x05layer\x18\x10 \x01(\tR\x05layer\x12\x14\n" +
+	"\x05input\x18\x11 \x01(\tR\x05input\x12\x16\n" +
+	"\x06opaque\x18\x12 \x01(\bR\x06opaque\"\x8c\x01\n" +
+	"\rStepsResponse\x12*\n" +
+	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox\x12#\n" +
+	"\x05steps\x18\x02 \x03(\v2\r.dsec.v1.StepR\x05steps\x12*\n" +
+	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"y\n" +
+	"\rExportRequest\x121\n" +
+	"\x06filter\x18\x01 \x01(\v2\x19.dsec.v1.TrajectoryFilterR\x06filter\x12\x12\n" +
+	"\x04rows\x18\x02 \x01(\tR\x04rows\x12!\n" +
+	"\foutput_limit\x18\x03 \x01(\x03R\voutputLimit\"P\n" +
+	"\x0eExportResponse\x12\x12\n" +
+	"\x04rows\x18\x01 \x03(\tR\x04rows\x12*\n" +
+	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\">\n" +
+	"\x10ReadInputRequest\x12\x18\n" +
+	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x10\n" +
+	"\x03seq\x18\x02 \x01(\x03R\x03seq\"'\n" +
+	"\x11ReadInputResponse\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\"@\n" +
+	"\x11RemoveLogsRequest\x12\x10\n" +
+	"\x03job\x18\x01 \x01(\tR\x03job\x12\x19\n" +
+	"\bolder_ms\x18\x02 \x01(\x03R\aolderMs\"d\n" +
+	"\x12RemoveLogsResponse\x12\"\n" +
+	"\ftrajectories\x18\x01 \x01(\x03R\ftrajectories\x12*\n" +
+	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors2\x90\x03\n" +
 	"\n" +
 	"LogService\x12;\n" +
-	"\x04Read\x12\x17.dsec.v1.ReadLogRequest\x1a\x18.dsec.v1.ReadLogResponse0\x01B-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
+	"\x04Read\x12\x17.dsec.v1.ReadLogRequest\x1a\x18.dsec.v1.ReadLogResponse0\x01\x12E\n" +
+	"\n" +
+	"SetVerdict\x12\x1a.dsec.v1.SetVerdictRequest\x1a\x1b.dsec.v1.SetVerdictResponse\x128\n" +
+	"\x05Steps\x12\x15.dsec.v1.StepsRequest\x1a\x16.dsec.v1.StepsResponse0\x01\x12;\n" +
+	"\x06Export\x12\x16.dsec.v1.ExportRequest\x1a\x17.dsec.v1.ExportResponse0\x01\x12D\n" +
+	"\tReadInput\x12\x19.dsec.v1.ReadInputRequest\x1a\x1a.dsec.v1.ReadInputResponse0\x01\x12A\n" +
+	"\x06Remove\x12\x1a.dsec.v1.RemoveLogsRequest\x1a\x1b.dsec.v1.RemoveLogsResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
 var (
 	file_dsec_v1_log_proto_rawDescOnce sync.Once
@@ -362,27 +1269,68 @@ func file_dsec_v1_log_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_log_proto_rawDescData
 }
 
-var file_dsec_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
+var file_dsec_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_dsec_v1_log_proto_goTypes = []any{
 	(*ReadLogRequest)(nil),        // 0: dsec.v1.ReadLogRequest
 	(*LogRecord)(nil),             // 1: dsec.v1.LogRecord
 	(*ReadLogResponse)(nil),       // 2: dsec.v1.ReadLogResponse
-	(*timestamppb.Timestamp)(nil), // 3: google.protobuf.Timestamp
-	(*Outcome)(nil),               // 4: dsec.v1.Outcome
-	(*Cause)(nil),                 // 5: dsec.v1.Cause
+	(*SetVerdictRequest)(nil),     // 3: dsec.v1.SetVerdictRequest
+	(*SetVerdictResponse)(nil),    // 4: dsec.v1.SetVerdictResponse
+	(*TrajectoryFilter)(nil),      // 5: dsec.v1.TrajectoryFilter
+	(*StepsRequest)(nil),          // 6: dsec.v1.StepsRequest
+	(*Step)(nil),                  // 7: dsec.v1.Step
+	(*StepsResponse)(nil),         // 8: dsec.v1.StepsResponse
+	(*ExportRequest)(nil),         // 9: dsec.v1.ExportRequest
+	(*ExportResponse)(nil),        // 10: dsec.v1.ExportResponse
+	(*ReadInputRequest)(nil),      // 11: dsec.v1.ReadInputRequest
+	(*ReadInputResponse)(nil),     // 12: dsec.v1.ReadInputResponse
+	(*RemoveLogsRequest)(nil),     // 13: dsec.v1.RemoveLogsRequest
+	(*RemoveLogsResponse)(nil),    // 14: dsec.v1.RemoveLogsResponse
+	nil,                           // 15: dsec.v1.TrajectoryFilter.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*Outcome)(nil),               // 17: dsec.v1.Outcome
+	(*Cause)(nil),                 // 18: dsec.v1.Cause
+	(*Summary)(nil),               // 19: dsec.v1.Summary
+	(*Verdict)(nil),               // 20: dsec.v1.Verdict
+	(*Sandbox)(nil),               // 21: dsec.v1.Sandbox
+	(*ItemError)(nil),             // 22: dsec.v1.ItemError
 }
 var file_dsec_v1_log_proto_depIdxs = []int32{
-	3, // 0: dsec.v1.LogRecord.time:type_name -> google.protobuf.Timestamp
-	4, // 1: dsec.v1.LogRecord.outcome:type_name -> dsec.v1.Outcome
-	5, // 2: dsec.v1.LogRecord.cause:type_name -> dsec.v1.Cause
-	1, // 3: dsec.v1.ReadLogResponse.records:type_name -> dsec.v1.LogRecord
-	0, // 4: dsec.v1.LogService.Read:input_type -> dsec.v1.ReadLogRequest
-	2, // 5: dsec.v1.LogService.Read:output_type -> dsec.v1.ReadLogResponse
-	5, // [5:6] is the sub-list for method output_type
-	4, // [4:5] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	16, // 0: dsec.v1.LogRecord.time:type_name -> google.protobuf.Timestamp
+	17, // 1: dsec.v1.LogRecord.outcome:type_name -> dsec.v1.Outcome
+	18, // 2: dsec.v1.LogRecord.cause:type_name -> dsec.v1.Cause
+	19, // 3: dsec.v1.LogRecord.summary:type_name -> dsec.v1.Summary
+	20, // 4: dsec.v1.LogRecord.verdict:type_name -> dsec.v1.Verdict
+	1,  // 5: dsec.v1.ReadLogResponse.records:type_name -> dsec.v1.LogRecord
+	20, // 6: dsec.v1.SetVerdictRequest.verdict:type_name -> dsec.v1.Verdict
+	20, // 7: dsec.v1.SetVerdictResponse.verdict:type_name -> dsec.v1.Verdict
+	15, // 8: dsec.v1.TrajectoryFilter.labels:type_name -> dsec.v1.TrajectoryFilter.LabelsEntry
+	5,  // 9: dsec.v1.StepsRequest.filter:type_name -> dsec.v1.TrajectoryFilter
+	17, // 10: dsec.v1.Step.outcome:type_name -> dsec.v1.Outcome
+	16, // 11: dsec.v1.Step.started:type_name -> google.protobuf.Timestamp
+	21, // 12: dsec.v1.StepsResponse.sandbox:type_name -> dsec.v1.Sandbox
+	7,  // 13: dsec.v1.StepsResponse.steps:type_name -> dsec.v1.Step
+	22, // 14: dsec.v1.StepsResponse.errors:type_name -> dsec.v1.ItemError
+	5,  // 15: dsec.v1.ExportRequest.filter:type_name -> dsec.v1.TrajectoryFilter
+	22, // 16: dsec.v1.ExportResponse.errors:type_name -> dsec.v1.ItemError
+	22, // 17: dsec.v1.RemoveLogsResponse.errors:type_name -> dsec.v1.ItemError
+	0,  // 18: dsec.v1.LogService.Read:input_type -> dsec.v1.ReadLogRequest
+	3,  // 19: dsec.v1.LogService.SetVerdict:input_type -> dsec.v1.SetVerdictRequest
+	6,  // 20: dsec.v1.LogService.Steps:input_type -> dsec.v1.StepsRequest
+	9,  // 21: dsec.v1.LogService.Export:input_type -> dsec.v1.ExportRequest
+	11, // 22: dsec.v1.LogService.ReadInput:input_type -> dsec.v1.ReadInputRequest
+	13, // 23: dsec.v1.LogService.Remove:input_type -> dsec.v1.RemoveLogsRequest
+	2,  // 24: dsec.v1.LogService.Read:output_type -> dsec.v1.ReadLogResponse
+	4,  // 25: dsec.v1.LogService.SetVerdict:output_type -> dsec.v1.SetVerdictResponse
+	8,  // 26: dsec.v1.LogService.Steps:output_type -> dsec.v1.StepsResponse
+	10, // 27: dsec.v1.LogService.Export:output_type -> dsec.v1.ExportResponse
+	12, // 28: dsec.v1.LogService.ReadInput:output_type -> dsec.v1.ReadInputResponse
+	14, // 29: dsec.v1.LogService.Remove:output_type -> dsec.v1.RemoveLogsResponse
+	24, // [24:30] is the sub-list for method output_type
+	18, // [18:24] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_log_proto_init() }
@@ -397,7 +1345,7 @@ func file_dsec_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_log_proto_rawDesc), len(file_dsec_v1_log_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   3,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

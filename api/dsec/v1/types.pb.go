@@ -14,6 +14,7 @@ package dsecv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	structpb "google.golang.org/protobuf/types/known/structpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -340,6 +341,8 @@ type Sandbox struct {
 	Durability    string                 `protobuf:"bytes,24,opt,name=durability,proto3" json:"durability,omitempty"`
 	Notes         map[string]string      `protobuf:"bytes,25,rep,name=notes,proto3" json:"notes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // what the host does otherwise than asked, e.g. upper=tmpfs
 	NoNewPrivs    bool                   `protobuf:"varint,26,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
+	Summary       *Summary               `protobuf:"bytes,27,opt,name=summary,proto3" json:"summary,omitempty"` // set once it has ended
+	Verdict       *Verdict               `protobuf:"bytes,28,opt,name=verdict,proto3" json:"verdict,omitempty"` // the latest that was attached
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -556,6 +559,222 @@ func (x *Sandbox) GetNoNewPrivs() bool {
 	return false
 }
 
+func (x *Sandbox) GetSummary() *Summary {
+	if x != nil {
+		return x.Summary
+	}
+	return nil
+}
+
+func (x *Sandbox) GetVerdict() *Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return nil
+}
+
+// Summary adds up the steps of an ended sandbox.
+type Summary struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Steps         int64                  `protobuf:"varint,1,opt,name=steps,proto3" json:"steps,omitempty"` // commands, changes of files, snapshots; a step done again under its key counts once
+	Commands      int64                  `protobuf:"varint,2,opt,name=commands,proto3" json:"commands,omitempty"`
+	Failed        int64                  `protobuf:"varint,3,opt,name=failed,proto3" json:"failed,omitempty"`                           // commands that did not exit with 0
+	Unknown       int64                  `protobuf:"varint,4,opt,name=unknown,proto3" json:"unknown,omitempty"`                         // steps whose end nobody saw
+	Retries       int64                  `protobuf:"varint,5,opt,name=retries,proto3" json:"retries,omitempty"`                         // starts under a key that had been started before: voided, interrupted or unknown ones sent again
+	WallMs        int64                  `protobuf:"varint,6,opt,name=wall_ms,json=wallMs,proto3" json:"wall_ms,omitempty"`             // from its creation to its end
+	CpuUs         int64                  `protobuf:"varint,7,opt,name=cpu_us,json=cpuUs,proto3" json:"cpu_us,omitempty"`                // of all its processes where the backend tells it, else of its steps
+	MemoryPeak    int64                  `protobuf:"varint,8,opt,name=memory_peak,json=memoryPeak,proto3" json:"memory_peak,omitempty"` // octets; -1 unknown
+	Class         string                 `protobuf:"bytes,9,opt,name=class,proto3" json:"class,omitempty"`                              // of its cause: none | client | limit | task | platform
+	Stdout        int64                  `protobuf:"varint,10,opt,name=stdout,proto3" json:"stdout,omitempty"`                          // octets that the commands wrote, also those that were not kept
+	Stderr        int64                  `protobuf:"varint,11,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Summary) Reset() {
+	*x = Summary{}
+	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Summary) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Summary) ProtoMessage() {}
+
+func (x *Summary) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Summary.ProtoReflect.Descriptor instead.
+func (*Summary) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Summary) GetSteps() int64 {
+	if x != nil {
+		return x.Steps
+	}
+	return 0
+}
+
+func (x *Summary) GetCommands() int64 {
+	if x != nil {
+		return x.Commands
+	}
+	return 0
+}
+
+func (x *Summary) GetFailed() int64 {
+	if x != nil {
+		return x.Failed
+	}
+	return 0
+}
+
+func (x *Summary) GetUnknown() int64 {
+	if x != nil {
+		return x.Unknown
+	}
+	return 0
+}
+
+func (x *Summary) GetRetries() int64 {
+	if x != nil {
+		return x.Retries
+	}
+	return 0
+}
+
+func (x *Summary) GetWallMs() int64 {
+	if x != nil {
+		return x.WallMs
+	}
+	return 0
+}
+
+func (x *Summary) GetCpuUs() int64 {
+	if x != nil {
+		return x.CpuUs
+	}
+	return 0
+}
+
+func (x *Summary) GetMemoryPeak() int64 {
+	if x != nil {
+		return x.MemoryPeak
+	}
+	return 0
+}
+
+func (x *Summary) GetClass() string {
+	if x != nil {
+		return x.Class
+	}
+	return ""
+}
+
+func (x *Summary) GetStdout() int64 {
+	if x != nil {
+		return x.Stdout
+	}
+	return 0
+}
+
+func (x *Summary) GetStderr() int64 {
+	if x != nil {
+		return x.Stderr
+	}
+	return 0
+}
+
+// Verdict is what a grader says of a trajectory.
+type Verdict struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Key           string                 `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"` // of the call that attached it
+	Reward        *float64               `protobuf:"fixed64,2,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
+	Metadata      *structpb.Struct       `protobuf:"bytes,3,opt,name=metadata,proto3" json:"metadata,omitempty"` // free; 16 KiB at most
+	Time          *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=time,proto3" json:"time,omitempty"`
+	Seq           int64                  `protobuf:"varint,5,opt,name=seq,proto3" json:"seq,omitempty"` // of its record
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Verdict) Reset() {
+	*x = Verdict{}
+	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Verdict) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Verdict) ProtoMessage() {}
+
+func (x *Verdict) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
+func (*Verdict) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Verdict) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Verdict) GetReward() float64 {
+	if x != nil && x.Reward != nil {
+		return *x.Reward
+	}
+	return 0
+}
+
+func (x *Verdict) GetMetadata() *structpb.Struct {
+	if x != nil {
+		return x.Metadata
+	}
+	return nil
+}
+
+func (x *Verdict) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *Verdict) GetSeq() int64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
 // StreamEnd describes a stream at its command's end: the first `head` and the last `tail` octets of `total` are kept.
 type StreamEnd struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -570,7 +789,7 @@ type StreamEnd struct {
 
 func (x *StreamEnd) Reset() {
 	*x = StreamEnd{}
-	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	mi := &file_dsec_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -582,7 +801,7 @@ func (x *StreamEnd) String() string {
 func (*StreamEnd) ProtoMessage() {}
 
 func (x *StreamEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	mi := &file_dsec_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -595,7 +814,7 @@ func (x *StreamEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamEnd.ProtoReflect.Descriptor instead.
 func (*StreamEnd) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *StreamEnd) GetTotal() int64 {
@@ -659,7 +878,7 @@ type Outcome struct {
 
 func (x *Outcome) Reset() {
 	*x = Outcome{}
-	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	mi := &file_dsec_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -671,7 +890,7 @@ func (x *Outcome) String() string {
 func (*Outcome) ProtoMessage() {}
 
 func (x *Outcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	mi := &file_dsec_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -684,7 +903,7 @@ func (x *Outcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Outcome.ProtoReflect.Descriptor instead.
 func (*Outcome) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Outcome) GetKind() string {
@@ -820,7 +1039,7 @@ type Selector struct {
 
 func (x *Selector) Reset() {
 	*x = Selector{}
-	mi := &file_dsec_v1_types_proto_msgTypes[7]
+	mi := &file_dsec_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -832,7 +1051,7 @@ func (x *Selector) String() string {
 func (*Selector) ProtoMessage() {}
 
 func (x *Selector) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[7]
+	mi := &file_dsec_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -845,7 +1064,7 @@ func (x *Selector) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Selector.ProtoReflect.Descriptor instead.
 func (*Selector) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Selector) GetIds() []string {
@@ -893,7 +1112,7 @@ type SelectorResult struct {
 
 func (x *SelectorResult) Reset() {
 	*x = SelectorResult{}
-	mi := &file_dsec_v1_types_proto_msgTypes[8]
+	mi := &file_dsec_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -905,7 +1124,7 @@ func (x *SelectorResult) String() string {
 func (*SelectorResult) ProtoMessage() {}
 
 func (x *SelectorResult) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[8]
+	mi := &file_dsec_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -918,7 +1137,7 @@ func (x *SelectorResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SelectorResult.ProtoReflect.Descriptor instead.
 func (*SelectorResult) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *SelectorResult) GetSandboxes() []*Sandbox {
@@ -947,7 +1166,7 @@ type ItemError struct {
 
 func (x *ItemError) Reset() {
 	*x = ItemError{}
-	mi := &file_dsec_v1_types_proto_msgTypes[9]
+	mi := &file_dsec_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -959,7 +1178,7 @@ func (x *ItemError) String() string {
 func (*ItemError) ProtoMessage() {}
 
 func (x *ItemError) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[9]
+	mi := &file_dsec_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -972,7 +1191,7 @@ func (x *ItemError) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ItemError.ProtoReflect.Descriptor instead.
 func (*ItemError) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ItemError) GetId() string {
@@ -1007,7 +1226,7 @@ var File_dsec_v1_types_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_types_proto_rawDesc = "" +
 	"\n" +
-	"\x13dsec/v1/types.proto\x12\adsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x01\n" +
+	"\x13dsec/v1/types.proto\x12\adsec.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x01\n" +
 	"\tResources\x12\x16\n" +
 	"\x06memory\x18\x01 \x01(\x03R\x06memory\x12\x12\n" +
 	"\x04disk\x18\x02 \x01(\x03R\x04disk\x12\x12\n" +
@@ -1029,7 +1248,7 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\x05Cause\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\tR\x05class\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x16\n" +
-	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xf9\a\n" +
+	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xd1\b\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
@@ -1061,14 +1280,37 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"durability\x121\n" +
 	"\x05notes\x18\x19 \x03(\v2\x1b.dsec.v1.Sandbox.NotesEntryR\x05notes\x12 \n" +
 	"\fno_new_privs\x18\x1a \x01(\bR\n" +
-	"noNewPrivs\x1a9\n" +
+	"noNewPrivs\x12*\n" +
+	"\asummary\x18\x1b \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
+	"\averdict\x18\x1c \x01(\v2\x10.dsec.v1.VerdictR\averdict\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a8\n" +
 	"\n" +
 	"NotesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x7f\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9e\x02\n" +
+	"\aSummary\x12\x14\n" +
+	"\x05steps\x18\x01 \x01(\x03R\x05steps\x12\x1a\n" +
+	"\bcommands\x18\x02 \x01(\x03R\bcommands\x12\x16\n" +
+	"\x06failed\x18\x03 \x01(\x03R\x06failed\x12\x18\n" +
+	"\aunknown\x18\x04 \x01(\x03R\aunknown\x12\x18\n" +
+	"\aretries\x18\x05 \x01(\x03R\aretries\x12\x17\n" +
+	"\awall_ms\x18\x06 \x01(\x03R\x06wallMs\x12\x15\n" +
+	"\x06cpu_us\x18\a \x01(\x03R\x05cpuUs\x12\x1f\n" +
+	"\vmemory_peak\x18\b \x01(\x03R\n" +
+	"memoryPeak\x12\x14\n" +
+	"\x05class\x18\t \x01(\tR\x05class\x12\x16\n" +
+	"\x06stdout\x18\n" +
+	" \x01(\x03R\x06stdout\x12\x16\n" +
+	"\x06stderr\x18\v \x01(\x03R\x06stderr\"\xba\x01\n" +
+	"\aVerdict\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1b\n" +
+	"\x06reward\x18\x02 \x01(\x01H\x00R\x06reward\x88\x01\x01\x123\n" +
+	"\bmetadata\x18\x03 \x01(\v2\x17.google.protobuf.StructR\bmetadata\x12.\n" +
+	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x10\n" +
+	"\x03seq\x18\x05 \x01(\x03R\x03seqB\t\n" +
+	"\a_reward\"\x7f\n" +
 	"\tStreamEnd\x12\x14\n" +
 	"\x05total\x18\x01 \x01(\x03R\x05total\x12\x12\n" +
 	"\x04head\x18\x02 \x01(\x03R\x04head\x12\x12\n" +
@@ -1128,45 +1370,52 @@ func file_dsec_v1_types_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_types_proto_rawDescData
 }
 
-var file_dsec_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_dsec_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_dsec_v1_types_proto_goTypes = []any{
 	(*Resources)(nil),             // 0: dsec.v1.Resources
 	(*Lifetime)(nil),              // 1: dsec.v1.Lifetime
 	(*EnvVar)(nil),                // 2: dsec.v1.EnvVar
 	(*Cause)(nil),                 // 3: dsec.v1.Cause
 	(*Sandbox)(nil),               // 4: dsec.v1.Sandbox
-	(*StreamEnd)(nil),             // 5: dsec.v1.StreamEnd
-	(*Outcome)(nil),               // 6: dsec.v1.Outcome
-	(*Selector)(nil),              // 7: dsec.v1.Selector
-	(*SelectorResult)(nil),        // 8: dsec.v1.SelectorResult
-	(*ItemError)(nil),             // 9: dsec.v1.ItemError
-	nil,                           // 10: dsec.v1.Sandbox.LabelsEntry
-	nil,                           // 11: dsec.v1.Sandbox.NotesEntry
-	nil,                           // 12: dsec.v1.Selector.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 13: google.protobuf.Timestamp
+	(*Summary)(nil),               // 5: dsec.v1.Summary
+	(*Verdict)(nil),               // 6: dsec.v1.Verdict
+	(*StreamEnd)(nil),             // 7: dsec.v1.StreamEnd
+	(*Outcome)(nil),               // 8: dsec.v1.Outcome
+	(*Selector)(nil),              // 9: dsec.v1.Selector
+	(*SelectorResult)(nil),        // 10: dsec.v1.SelectorResult
+	(*ItemError)(nil),             // 11: dsec.v1.ItemError
+	nil,                           // 12: dsec.v1.Sandbox.LabelsEntry
+	nil,                           // 13: dsec.v1.Sandbox.NotesEntry
+	nil,                           // 14: dsec.v1.Selector.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 15: google.protobuf.Timestamp
+	(*structpb.Struct)(nil),       // 16: google.protobuf.Struct
 }
 var file_dsec_v1_types_proto_depIdxs = []int32{
-	10, // 0: dsec.v1.Sandbox.labels:type_name -> dsec.v1.Sandbox.LabelsEntry
+	12, // 0: dsec.v1.Sandbox.labels:type_name -> dsec.v1.Sandbox.LabelsEntry
 	3,  // 1: dsec.v1.Sandbox.cause:type_name -> dsec.v1.Cause
 	0,  // 2: dsec.v1.Sandbox.resources:type_name -> dsec.v1.Resources
 	1,  // 3: dsec.v1.Sandbox.lifetime:type_name -> dsec.v1.Lifetime
-	13, // 4: dsec.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	13, // 5: dsec.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
-	13, // 6: dsec.v1.Sandbox.idle_deadline:type_name -> google.protobuf.Timestamp
-	13, // 7: dsec.v1.Sandbox.total_deadline:type_name -> google.protobuf.Timestamp
-	11, // 8: dsec.v1.Sandbox.notes:type_name -> dsec.v1.Sandbox.NotesEntry
-	5,  // 9: dsec.v1.Outcome.stdout:type_name -> dsec.v1.StreamEnd
-	5,  // 10: dsec.v1.Outcome.stderr:type_name -> dsec.v1.StreamEnd
-	13, // 11: dsec.v1.Outcome.started:type_name -> google.protobuf.Timestamp
-	13, // 12: dsec.v1.Outcome.ended:type_name -> google.protobuf.Timestamp
-	12, // 13: dsec.v1.Selector.labels:type_name -> dsec.v1.Selector.LabelsEntry
-	4,  // 14: dsec.v1.SelectorResult.sandboxes:type_name -> dsec.v1.Sandbox
-	9,  // 15: dsec.v1.SelectorResult.errors:type_name -> dsec.v1.ItemError
-	16, // [16:16] is the sub-list for method output_type
-	16, // [16:16] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	15, // 4: dsec.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	15, // 5: dsec.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	15, // 6: dsec.v1.Sandbox.idle_deadline:type_name -> google.protobuf.Timestamp
+	15, // 7: dsec.v1.Sandbox.total_deadline:type_name -> google.protobuf.Timestamp
+	13, // 8: dsec.v1.Sandbox.notes:type_name -> dsec.v1.Sandbox.NotesEntry
+	5,  // 9: dsec.v1.Sandbox.summary:type_name -> dsec.v1.Summary
+	6,  // 10: dsec.v1.Sandbox.verdict:type_name -> dsec.v1.Verdict
+	16, // 11: dsec.v1.Verdict.metadata:type_name -> google.protobuf.Struct
+	15, // 12: dsec.v1.Verdict.time:type_name -> google.protobuf.Timestamp
+	7,  // 13: dsec.v1.Outcome.stdout:type_name -> dsec.v1.StreamEnd
+	7,  // 14: dsec.v1.Outcome.stderr:type_name -> dsec.v1.StreamEnd
+	15, // 15: dsec.v1.Outcome.started:type_name -> google.protobuf.Timestamp
+	15, // 16: dsec.v1.Outcome.ended:type_name -> google.protobuf.Timestamp
+	14, // 17: dsec.v1.Selector.labels:type_name -> dsec.v1.Selector.LabelsEntry
+	4,  // 18: dsec.v1.SelectorResult.sandboxes:type_name -> dsec.v1.Sandbox
+	11, // 19: dsec.v1.SelectorResult.errors:type_name -> dsec.v1.ItemError
+	20, // [20:20] is the sub-list for method output_type
+	20, // [20:20] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_types_proto_init() }
@@ -1174,13 +1423,14 @@ func file_dsec_v1_types_proto_init() {
 	if File_dsec_v1_types_proto != nil {
 		return
 	}
+	file_dsec_v1_types_proto_msgTypes[6].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_types_proto_rawDesc), len(file_dsec_v1_types_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   13,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -35,12 +35,34 @@ const (
 const (
 	// LogServiceReadProcedure is the fully-qualified name of the LogService's Read RPC.
 	LogServiceReadProcedure = "/dsec.v1.LogService/Read"
+	// LogServiceSetVerdictProcedure is the fully-qualified name of the LogService's SetVerdict RPC.
+	LogServiceSetVerdictProcedure = "/dsec.v1.LogService/SetVerdict"
+	// LogServiceStepsProcedure is the fully-qualified name of the LogService's Steps RPC.
+	LogServiceStepsProcedure = "/dsec.v1.LogService/Steps"
+	// LogServiceExportProcedure is the fully-qualified name of the LogService's Export RPC.
+	LogServiceExportProcedure = "/dsec.v1.LogService/Export"
+	// LogServiceReadInputProcedure is the fully-qualified name of the LogService's ReadInput RPC.
+	LogServiceReadInputProcedure = "/dsec.v1.LogService/ReadInput"
+	// LogServiceRemoveProcedure is the fully-qualified name of the LogService's Remove RPC.
+	LogServiceRemoveProcedure = "/dsec.v1.LogService/Remove"
 )
 
 // LogServiceClient is a client for the dsec.v1.LogService service.
 type LogServiceClient interface {
 	// Read streams records from a sequence number; with follow it waits for more until the sandbox has ended.
 	Read(context.Context, *connect.Request[v1.ReadLogRequest]) (*connect.ServerStreamForClient[v1.ReadLogResponse], error)
+	// SetVerdict attaches a reward and free metadata to a sandbox's trajectory, before or after its end. The same key with the same content
+	// again changes nothing; with another content it fails with already_exists. Under another key the later verdict stands; all are kept.
+	SetVerdict(context.Context, *connect.Request[v1.SetVerdictRequest]) (*connect.Response[v1.SetVerdictResponse], error)
+	// Steps streams the steps of all trajectories that match: how each ended, with its output up to a limit, in the order of their ends;
+	// then those that run. This is how a new client of a job learns what was done.
+	Steps(context.Context, *connect.Request[v1.StepsRequest]) (*connect.ServerStreamForClient[v1.StepsResponse], error)
+	// Export streams rows of JSON, one a step or a trajectory: docs/format/export.md.
+	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.ExportResponse], error)
+	// ReadInput streams the input octets that a record names.
+	ReadInput(context.Context, *connect.Request[v1.ReadInputRequest]) (*connect.ServerStreamForClient[v1.ReadInputResponse], error)
+	// Remove deletes the trajectories of ended sandboxes: of a job as a whole (its name and keys are then used up), or by age.
+	Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error)
 }
 
 // NewLogServiceClient constructs a client for the dsec.v1.LogService service. By default, it uses
@@ -60,12 +82,47 @@ func NewLogServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...
 			connect.WithSchema(logServiceMethods.ByName("Read")),
 			connect.WithClientOptions(opts...),
 		),
+		setVerdict: connect.NewClient[v1.SetVerdictRequest, v1.SetVerdictResponse](
+			httpClient,
+			baseURL+LogServiceSetVerdictProcedure,
+			connect.WithSchema(logServiceMethods.ByName("SetVerdict")),
+			connect.WithClientOptions(opts...),
+		),
+		steps: connect.NewClient[v1.StepsRequest, v1.StepsResponse](
+			httpClient,
+			baseURL+LogServiceStepsProcedure,
+			connect.WithSchema(logServiceMethods.ByName("Steps")),
+			connect.WithClientOptions(opts...),
+		),
+		export: connect.NewClient[v1.ExportRequest, v1.ExportResponse](
+			httpClient,
+			baseURL+LogServiceExportProcedure,
+			connect.WithSchema(logServiceMethods.ByName("Export")),
+			connect.WithClientOptions(opts...),
+		),
+		readInput: connect.NewClient[v1.ReadInputRequest, v1.ReadInputResponse](
+			httpClient,
+			baseURL+LogServiceReadInputProcedure,
+			connect.WithSchema(logServiceMethods.ByName("ReadInput")),
+			connect.WithClientOptions(opts...),
+		),
+		remove: connect.NewClient[v1.RemoveLogsRequest, v1.RemoveLogsResponse](
+			httpClient,
+			baseURL+LogServiceRemoveProcedure,
+			connect.WithSchema(logServiceMethods.ByName("Remove")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // logServiceClient implements LogServiceClient.
 type logServiceClient struct {
-	read *connect.Client[v1.ReadLogRequest, v1.ReadLogResponse]
+	read       *connect.Client[v1.ReadLogRequest, v1.ReadLogResponse]
+	setVerdict *connect.Client[v1.SetVerdictRequest, v1.SetVerdictResponse]
+	steps      *connect.Client[v1.StepsRequest, v1.StepsResponse]
+	export     *connect.Client[v1.ExportRequest, v1.ExportResponse]
+	readInput  *connect.Client[v1.ReadInputRequest, v1.ReadInputResponse]
+	remove     *connect.Client[v1.RemoveLogsRequest, v1.RemoveLogsResponse]
 }
 
 // Read calls dsec.v1.LogService.Read.
@@ -73,10 +130,47 @@ func (c *logServiceClient) Read(ctx context.Context, req *connect.Request[v1.Rea
 	return c.read.CallServerStream(ctx, req)
 }
 
+// SetVerdict calls dsec.v1.LogService.SetVerdict.
+func (c *logServiceClient) SetVerdict(ctx context.Context, req *connect.Request[v1.SetVerdictRequest]) (*connect.Response[v1.SetVerdictResponse], error) {
+	return c.setVerdict.CallUnary(ctx, req)
+}
+
+// Steps calls dsec.v1.LogService.Steps.
+func (c *logServiceClient) Steps(ctx context.Context, req *connect.Request[v1.StepsRequest]) (*connect.ServerStreamForClient[v1.StepsResponse], error) {
+	return c.steps.CallServerStream(ctx, req)
+}
+
+// Export calls dsec.v1.LogService.Export.
+func (c *logServiceClient) Export(ctx context.Context, req *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.ExportResponse], error) {
+	return c.export.CallServerStream(ctx, req)
+}
+
+// ReadInput calls dsec.v1.LogService.ReadInput.
+func (c *logServiceClient) ReadInput(ctx context.Context, req *connect.Request[v1.ReadInputRequest]) (*connect.ServerStreamForClient[v1.ReadInputResponse], error) {
+	return c.readInput.CallServerStream(ctx, req)
+}
+
+// Remove calls dsec.v1.LogService.Remove.
+func (c *logServiceClient) Remove(ctx context.Context, req *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error) {
+	return c.remove.CallUnary(ctx, req)
+}
+
 // LogServiceHandler is an implementation of the dsec.v1.LogService service.
 type LogServiceHandler interface {
 	// Read streams records from a sequence number; with follow it waits for more until the sandbox has ended.
 	Read(context.Context, *connect.Request[v1.ReadLogRequest], *connect.ServerStream[v1.ReadLogResponse]) error
+	// SetVerdict attaches a reward and free metadata to a sandbox's trajectory, before or after its end. The same key with the same content
+	// again changes nothing; with another content it fails with already_exists. Under another key the later verdict stands; all are kept.
+	SetVerdict(context.Context, *connect.Request[v1.SetVerdictRequest]) (*connect.Response[v1.SetVerdictResponse], error)
+	// Steps streams the steps of all trajectories that match: how each ended, with its output up to a limit, in the order of their ends;
+	// then those that run. This is how a new client of a job learns what was done.
+	Steps(context.Context, *connect.Request[v1.StepsRequest], *connect.ServerStream[v1.StepsResponse]) error
+	// Export streams rows of JSON, one a step or a trajectory: docs/format/export.md.
+	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.ExportResponse]) error
+	// ReadInput streams the input octets that a record names.
+	ReadInput(context.Context, *connect.Request[v1.ReadInputRequest], *connect.ServerStream[v1.ReadInputResponse]) error
+	// Remove deletes the trajectories of ended sandboxes: of a job as a whole (its name and keys are then used up), or by age.
+	Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error)
 }
 
 // NewLogServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -92,10 +186,50 @@ func NewLogServiceHandler(svc LogServiceHandler, opts ...connect.HandlerOption) 
 		connect.WithSchema(logServiceMethods.ByName("Read")),
 		connect.WithHandlerOptions(opts...),
 	)
+	logServiceSetVerdictHandler := connect.NewUnaryHandler(
+		LogServiceSetVerdictProcedure,
+		svc.SetVerdict,
+		connect.WithSchema(logServiceMethods.ByName("SetVerdict")),
+		connect.WithHandlerOptions(opts...),
+	)
+	logServiceStepsHandler := connect.NewServerStreamHandler(
+		LogServiceStepsProcedure,
+		svc.Steps,
+		connect.WithSchema(logServiceMethods.ByName("Steps")),
+		connect.WithHandlerOptions(opts...),
+	)
+	logServiceExportHandler := connect.NewServerStreamHandler(
+		LogServiceExportProcedure,
+		svc.Export,
+		connect.WithSchema(logServiceMethods.ByName("Export")),
+		connect.WithHandlerOptions(opts...),
+	)
+	logServiceReadInputHandler := connect.NewServerStreamHandler(
+		LogServiceReadInputProcedure,
+		svc.ReadInput,
+		connect.WithSchema(logServiceMethods.ByName("ReadInput")),
+		connect.WithHandlerOptions(opts...),
+	)
+	logServiceRemoveHandler := connect.NewUnaryHandler(
+		LogServiceRemoveProcedure,
+		svc.Remove,
+		connect.WithSchema(logServiceMethods.ByName("Remove")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/dsec.v1.LogService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case LogServiceReadProcedure:
 			logServiceReadHandler.ServeHTTP(w, r)
+		case LogServiceSetVerdictProcedure:
+			logServiceSetVerdictHandler.ServeHTTP(w, r)
+		case LogServiceStepsProcedure:
+			logServiceStepsHandler.ServeHTTP(w, r)
+		case LogServiceExportProcedure:
+			logServiceExportHandler.ServeHTTP(w, r)
+		case LogServiceReadInputProcedure:
+			logServiceReadInputHandler.ServeHTTP(w, r)
+		case LogServiceRemoveProcedure:
+			logServiceRemoveHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -107,4 +241,24 @@ type UnimplementedLogServiceHandler struct{}
 
 func (UnimplementedLogServiceHandler) Read(context.Context, *connect.Request[v1.ReadLogRequest], *connect.ServerStream[v1.ReadLogResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.Read is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) SetVerdict(context.Context, *connect.Request[v1.SetVerdictRequest]) (*connect.Response[v1.SetVerdictResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.SetVerdict is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) Steps(context.Context, *connect.Request[v1.StepsRequest], *connect.ServerStream[v1.StepsResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.Steps is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.ExportResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.Export is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) ReadInput(context.Context, *connect.Request[v1.ReadInputRequest], *connect.ServerStream[v1.ReadInputResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.ReadInput is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.Remove is not implemented"))
 }
