@@ -925,6 +925,7 @@ type Environment struct {
 	Created       *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=created,proto3" json:"created,omitempty"`
 	Current       bool                   `protobuf:"varint,12,opt,name=current,proto3" json:"current,omitempty"`
 	VolatilePaths []string               `protobuf:"bytes,13,rep,name=volatile_paths,json=volatilePaths,proto3" json:"volatile_paths,omitempty"` // caches and the like: replay does not compare them
+	Image         *ImageConfig           `protobuf:"bytes,14,opt,name=image,proto3" json:"image,omitempty"`                                      // of one made of an OCI image
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1046,6 +1047,13 @@ func (x *Environment) GetCurrent() bool {
 func (x *Environment) GetVolatilePaths() []string {
 	if x != nil {
 		return x.VolatilePaths
+	}
+	return nil
+}
+
+func (x *Environment) GetImage() *ImageConfig {
+	if x != nil {
+		return x.Image
 	}
 	return nil
 }
@@ -1526,7 +1534,7 @@ var File_dsec_v1_layer_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_layer_proto_rawDesc = "" +
 	"\n" +
-	"\x13dsec/v1/layer.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"K\n" +
+	"\x13dsec/v1/layer.proto\x12\adsec.v1\x1a\x13dsec/v1/image.proto\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"K\n" +
 	"\tLayerForm\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n" +
@@ -1582,7 +1590,7 @@ const file_dsec_v1_layer_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\v2\x12.dsec.v1.LayerNameR\x04name\"&\n" +
 	"\x12RemoveLayerRequest\x12\x10\n" +
 	"\x03ref\x18\x01 \x01(\tR\x03ref\"\x15\n" +
-	"\x13RemoveLayerResponse\"\x8b\x03\n" +
+	"\x13RemoveLayerResponse\"\xb7\x03\n" +
 	"\vEnvironment\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x03R\aversion\x12\x12\n" +
@@ -1597,7 +1605,8 @@ const file_dsec_v1_layer_proto_rawDesc = "" +
 	" \x01(\v2\x12.dsec.v1.ResourcesR\tresources\x124\n" +
 	"\acreated\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x18\n" +
 	"\acurrent\x18\f \x01(\bR\acurrent\x12%\n" +
-	"\x0evolatile_paths\x18\r \x03(\tR\rvolatilePaths\"S\n" +
+	"\x0evolatile_paths\x18\r \x03(\tR\rvolatilePaths\x12*\n" +
+	"\x05image\x18\x0e \x01(\v2\x14.dsec.v1.ImageConfigR\x05image\"S\n" +
 	"\x19PublishEnvironmentRequest\x126\n" +
 	"\venvironment\x18\x01 \x01(\v2\x14.dsec.v1.EnvironmentR\venvironment\"T\n" +
 	"\x1aPublishEnvironmentResponse\x126\n" +
@@ -1681,6 +1690,7 @@ var file_dsec_v1_layer_proto_goTypes = []any{
 	(*timestamppb.Timestamp)(nil),       // 27: google.protobuf.Timestamp
 	(*EnvVar)(nil),                      // 28: dsec.v1.EnvVar
 	(*Resources)(nil),                   // 29: dsec.v1.Resources
+	(*ImageConfig)(nil),                 // 30: dsec.v1.ImageConfig
 }
 var file_dsec_v1_layer_proto_depIdxs = []int32{
 	0,  // 0: dsec.v1.Layer.forms:type_name -> dsec.v1.LayerForm
@@ -1695,38 +1705,39 @@ var file_dsec_v1_layer_proto_depIdxs = []int32{
 	28, // 9: dsec.v1.Environment.env:type_name -> dsec.v1.EnvVar
 	29, // 10: dsec.v1.Environment.resources:type_name -> dsec.v1.Resources
 	27, // 11: dsec.v1.Environment.created:type_name -> google.protobuf.Timestamp
-	16, // 12: dsec.v1.PublishEnvironmentRequest.environment:type_name -> dsec.v1.Environment
-	16, // 13: dsec.v1.PublishEnvironmentResponse.environment:type_name -> dsec.v1.Environment
-	16, // 14: dsec.v1.GetEnvironmentResponse.environment:type_name -> dsec.v1.Environment
-	16, // 15: dsec.v1.ListEnvironmentsResponse.environments:type_name -> dsec.v1.Environment
-	16, // 16: dsec.v1.RollbackEnvironmentResponse.environment:type_name -> dsec.v1.Environment
-	4,  // 17: dsec.v1.LayerService.Import:input_type -> dsec.v1.ImportRequest
-	6,  // 18: dsec.v1.LayerService.GetLayer:input_type -> dsec.v1.GetLayerRequest
-	8,  // 19: dsec.v1.LayerService.ListLayers:input_type -> dsec.v1.ListLayersRequest
-	10, // 20: dsec.v1.LayerService.PublishLayer:input_type -> dsec.v1.PublishLayerRequest
-	12, // 21: dsec.v1.LayerService.RollbackLayer:input_type -> dsec.v1.RollbackLayerRequest
-	14, // 22: dsec.v1.LayerService.RemoveLayer:input_type -> dsec.v1.RemoveLayerRequest
-	17, // 23: dsec.v1.LayerService.PublishEnvironment:input_type -> dsec.v1.PublishEnvironmentRequest
-	19, // 24: dsec.v1.LayerService.GetEnvironment:input_type -> dsec.v1.GetEnvironmentRequest
-	21, // 25: dsec.v1.LayerService.ListEnvironments:input_type -> dsec.v1.ListEnvironmentsRequest
-	23, // 26: dsec.v1.LayerService.RollbackEnvironment:input_type -> dsec.v1.RollbackEnvironmentRequest
-	25, // 27: dsec.v1.LayerService.RemoveEnvironment:input_type -> dsec.v1.RemoveEnvironmentRequest
-	5,  // 28: dsec.v1.LayerService.Import:output_type -> dsec.v1.ImportResponse
-	7,  // 29: dsec.v1.LayerService.GetLayer:output_type -> dsec.v1.GetLayerResponse
-	9,  // 30: dsec.v1.LayerService.ListLayers:output_type -> dsec.v1.ListLayersResponse
-	11, // 31: dsec.v1.LayerService.PublishLayer:output_type -> dsec.v1.PublishLayerResponse
-	13, // 32: dsec.v1.LayerService.RollbackLayer:output_type -> dsec.v1.RollbackLayerResponse
-	15, // 33: dsec.v1.LayerService.RemoveLayer:output_type -> dsec.v1.RemoveLayerResponse
-	18, // 34: dsec.v1.LayerService.PublishEnvironment:output_type -> dsec.v1.PublishEnvironmentResponse
-	20, // 35: dsec.v1.LayerService.GetEnvironment:output_type -> dsec.v1.GetEnvironmentResponse
-	22, // 36: dsec.v1.LayerService.ListEnvironments:output_type -> dsec.v1.ListEnvironmentsResponse
-	24, // 37: dsec.v1.LayerService.RollbackEnvironment:output_type -> dsec.v1.RollbackEnvironmentResponse
-	26, // 38: dsec.v1.LayerService.RemoveEnvironment:output_type -> dsec.v1.RemoveEnvironmentResponse
-	28, // [28:39] is the sub-list for method output_type
-	17, // [17:28] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	30, // 12: dsec.v1.Environment.image:type_name -> dsec.v1.ImageConfig
+	16, // 13: dsec.v1.PublishEnvironmentRequest.environment:type_name -> dsec.v1.Environment
+	16, // 14: dsec.v1.PublishEnvironmentResponse.environment:type_name -> dsec.v1.Environment
+	16, // 15: dsec.v1.GetEnvironmentResponse.environment:type_name -> dsec.v1.Environment
+	16, // 16: dsec.v1.ListEnvironmentsResponse.environments:type_name -> dsec.v1.Environment
+	16, // 17: dsec.v1.RollbackEnvironmentResponse.environment:type_name -> dsec.v1.Environment
+	4,  // 18: dsec.v1.LayerService.Import:input_type -> dsec.v1.ImportRequest
+	6,  // 19: dsec.v1.LayerService.GetLayer:input_type -> dsec.v1.GetLayerRequest
+	8,  // 20: dsec.v1.LayerService.ListLayers:input_type -> dsec.v1.ListLayersRequest
+	10, // 21: dsec.v1.LayerService.PublishLayer:input_type -> dsec.v1.PublishLayerRequest
+	12, // 22: dsec.v1.LayerService.RollbackLayer:input_type -> dsec.v1.RollbackLayerRequest
+	14, // 23: dsec.v1.LayerService.RemoveLayer:input_type -> dsec.v1.RemoveLayerRequest
+	17, // 24: dsec.v1.LayerService.PublishEnvironment:input_type -> dsec.v1.PublishEnvironmentRequest
+	19, // 25: dsec.v1.LayerService.GetEnvironment:input_type -> dsec.v1.GetEnvironmentRequest
+	21, // 26: dsec.v1.LayerService.ListEnvironments:input_type -> dsec.v1.ListEnvironmentsRequest
+	23, // 27: dsec.v1.LayerService.RollbackEnvironment:input_type -> dsec.v1.RollbackEnvironmentRequest
+	25, // 28: dsec.v1.LayerService.RemoveEnvironment:input_type -> dsec.v1.RemoveEnvironmentRequest
+	5,  // 29: dsec.v1.LayerService.Import:output_type -> dsec.v1.ImportResponse
+	7,  // 30: dsec.v1.LayerService.GetLayer:output_type -> dsec.v1.GetLayerResponse
+	9,  // 31: dsec.v1.LayerService.ListLayers:output_type -> dsec.v1.ListLayersResponse
+	11, // 32: dsec.v1.LayerService.PublishLayer:output_type -> dsec.v1.PublishLayerResponse
+	13, // 33: dsec.v1.LayerService.RollbackLayer:output_type -> dsec.v1.RollbackLayerResponse
+	15, // 34: dsec.v1.LayerService.RemoveLayer:output_type -> dsec.v1.RemoveLayerResponse
+	18, // 35: dsec.v1.LayerService.PublishEnvironment:output_type -> dsec.v1.PublishEnvironmentResponse
+	20, // 36: dsec.v1.LayerService.GetEnvironment:output_type -> dsec.v1.GetEnvironmentResponse
+	22, // 37: dsec.v1.LayerService.ListEnvironments:output_type -> dsec.v1.ListEnvironmentsResponse
+	24, // 38: dsec.v1.LayerService.RollbackEnvironment:output_type -> dsec.v1.RollbackEnvironmentResponse
+	26, // 39: dsec.v1.LayerService.RemoveEnvironment:output_type -> dsec.v1.RemoveEnvironmentResponse
+	29, // [29:40] is the sub-list for method output_type
+	18, // [18:29] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_layer_proto_init() }
@@ -1734,6 +1745,7 @@ func file_dsec_v1_layer_proto_init() {
 	if File_dsec_v1_layer_proto != nil {
 		return
 	}
+	file_dsec_v1_image_proto_init()
 	file_dsec_v1_types_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{

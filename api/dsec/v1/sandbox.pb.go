@@ -22,29 +22,32 @@ const (
 )
 
 type CreateRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Environment   string                 `protobuf:"bytes,1,opt,name=environment,proto3" json:"environment,omitempty"` // name or name@version; or
-	Layers        []string               `protobuf:"bytes,2,rep,name=layers,proto3" json:"layers,omitempty"`           // layer references, lowest first
-	Backend       string                 `protobuf:"bytes,3,opt,name=backend,proto3" json:"backend,omitempty"`         // default: container
-	Job           string                 `protobuf:"bytes,4,opt,name=job,proto3" json:"job,omitempty"`
-	Key           string                 `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"` // idempotency key; made and answered when empty
-	Name          string                 `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
-	Labels        map[string]string      `protobuf:"bytes,7,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Resources     *Resources             `protobuf:"bytes,8,opt,name=resources,proto3" json:"resources,omitempty"`
-	Lifetime      *Lifetime              `protobuf:"bytes,9,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
-	Network       string                 `protobuf:"bytes,10,opt,name=network,proto3" json:"network,omitempty"` // none (default) | open
-	User          string                 `protobuf:"bytes,11,opt,name=user,proto3" json:"user,omitempty"`
-	Cwd           string                 `protobuf:"bytes,12,opt,name=cwd,proto3" json:"cwd,omitempty"`
-	CwdRaw        []byte                 `protobuf:"bytes,13,opt,name=cwd_raw,json=cwdRaw,proto3" json:"cwd_raw,omitempty"`
-	Env           []*EnvVar              `protobuf:"bytes,14,rep,name=env,proto3" json:"env,omitempty"`
-	Hostname      string                 `protobuf:"bytes,15,opt,name=hostname,proto3" json:"hostname,omitempty"`
-	Entrypoint    []string               `protobuf:"bytes,16,rep,name=entrypoint,proto3" json:"entrypoint,omitempty"` // started after birth; its end ends the sandbox
-	BestEffort    bool                   `protobuf:"varint,17,opt,name=best_effort,json=bestEffort,proto3" json:"best_effort,omitempty"`
-	NoNewPrivs    bool                   `protobuf:"varint,18,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
-	Durability    string                 `protobuf:"bytes,19,opt,name=durability,proto3" json:"durability,omitempty"`                    // process (default) | host
-	DeadlineMs    int64                  `protobuf:"varint,20,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // of this create; default 60,000
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Environment     string                 `protobuf:"bytes,1,opt,name=environment,proto3" json:"environment,omitempty"` // name or name@version; or
+	Layers          []string               `protobuf:"bytes,2,rep,name=layers,proto3" json:"layers,omitempty"`           // layer references, lowest first
+	Backend         string                 `protobuf:"bytes,3,opt,name=backend,proto3" json:"backend,omitempty"`         // default: container
+	Job             string                 `protobuf:"bytes,4,opt,name=job,proto3" json:"job,omitempty"`
+	Key             string                 `protobuf:"bytes,5,opt,name=key,proto3" json:"key,omitempty"` // idempotency key; made and answered when empty
+	Name            string                 `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
+	Labels          map[string]string      `protobuf:"bytes,7,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Resources       *Resources             `protobuf:"bytes,8,opt,name=resources,proto3" json:"resources,omitempty"`
+	Lifetime        *Lifetime              `protobuf:"bytes,9,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	Network         string                 `protobuf:"bytes,10,opt,name=network,proto3" json:"network,omitempty"` // none (default) | open
+	User            string                 `protobuf:"bytes,11,opt,name=user,proto3" json:"user,omitempty"`
+	Cwd             string                 `protobuf:"bytes,12,opt,name=cwd,proto3" json:"cwd,omitempty"`
+	CwdRaw          []byte                 `protobuf:"bytes,13,opt,name=cwd_raw,json=cwdRaw,proto3" json:"cwd_raw,omitempty"`
+	Env             []*EnvVar              `protobuf:"bytes,14,rep,name=env,proto3" json:"env,omitempty"`
+	Hostname        string                 `protobuf:"bytes,15,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	Entrypoint      []string               `protobuf:"bytes,16,rep,name=entrypoint,proto3" json:"entrypoint,omitempty"` // started after birth; its end ends the sandbox
+	BestEffort      bool                   `protobuf:"varint,17,opt,name=best_effort,json=bestEffort,proto3" json:"best_effort,omitempty"`
+	NoNewPrivs      bool                   `protobuf:"varint,18,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
+	Durability      string                 `protobuf:"bytes,19,opt,name=durability,proto3" json:"durability,omitempty"`                                   // process (default) | host
+	DeadlineMs      int64                  `protobuf:"varint,20,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`                // of this create; default 60,000
+	Image           string                 `protobuf:"bytes,21,opt,name=image,proto3" json:"image,omitempty"`                                             // OCI reference instead of an environment: python:3.12, ghcr.io/org/app@sha256:...
+	Pull            string                 `protobuf:"bytes,22,opt,name=pull,proto3" json:"pull,omitempty"`                                               // missing (default) | always: see ImageService.Pull
+	ImageEntrypoint bool                   `protobuf:"varint,23,opt,name=image_entrypoint,json=imageEntrypoint,proto3" json:"image_entrypoint,omitempty"` // start the image's own entrypoint and command as the sandbox's entrypoint
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *CreateRequest) Reset() {
@@ -215,6 +218,27 @@ func (x *CreateRequest) GetDeadlineMs() int64 {
 		return x.DeadlineMs
 	}
 	return 0
+}
+
+func (x *CreateRequest) GetImage() string {
+	if x != nil {
+		return x.Image
+	}
+	return ""
+}
+
+func (x *CreateRequest) GetPull() string {
+	if x != nil {
+		return x.Pull
+	}
+	return ""
+}
+
+func (x *CreateRequest) GetImageEntrypoint() bool {
+	if x != nil {
+		return x.ImageEntrypoint
+	}
+	return false
 }
 
 type CreateResponse struct {
@@ -1321,7 +1345,7 @@ var File_dsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\xaf\x05\n" +
+	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\x84\x06\n" +
 	"\rCreateRequest\x12 \n" +
 	"\venvironment\x18\x01 \x01(\tR\venvironment\x12\x16\n" +
 	"\x06layers\x18\x02 \x03(\tR\x06layers\x12\x18\n" +
@@ -1350,7 +1374,10 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"durability\x18\x13 \x01(\tR\n" +
 	"durability\x12\x1f\n" +
 	"\vdeadline_ms\x18\x14 \x01(\x03R\n" +
-	"deadlineMs\x1a9\n" +
+	"deadlineMs\x12\x14\n" +
+	"\x05image\x18\x15 \x01(\tR\x05image\x12\x12\n" +
+	"\x04pull\x18\x16 \x01(\tR\x04pull\x12)\n" +
+	"\x10image_entrypoint\x18\x17 \x01(\bR\x0fimageEntrypoint\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"V\n" +
