@@ -2,8 +2,6 @@ package layer
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,7 +10,6 @@ import (
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/facts"
-	"github.com/dsec-dev/dsec/internal/layer/erofs"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
 )
@@ -60,20 +57,19 @@ func (c *Catalogue) hold(ctx context.Context, project string, id ID) error {
 	return nil
 }
 
-func blobKey(digest string) string { return "blobs/" + ID(digest).Hex() }
-func descriptorKey(id ID) string   { return "layers/" + id.Hex() + ".json" }
+func descriptorKey(id ID) string { return "layers/" + id.Hex() + ".json" }
 func heldKey(project string, id ID) string {
 	return "held:" + project + ":" + id.Hex()
 }
 
 // ImportTar builds a layer from a tar stream (see [FromTar]) for the project. It has no name until Publish.
 func (c *Catalogue) ImportTar(ctx context.Context, project string, r io.Reader, opt Options) (Descriptor, error) {
-	return c.build(ctx, project, opt, func(out erofs.Output) (*Built, error) { return FromTar(ctx, r, out, opt) })
+	return c.build(ctx, project, opt, func(t *tree) error { return readTar(ctx, r, t) })
 }
 
 // ImportDir builds a layer from a folder (see [FromDir]).
 func (c *Catalogue) ImportDir(ctx context.Context, project, dir string, opt Options) (Descriptor, error) {
-	return c.build(ctx, project, opt, func(out erofs.Output) (*Built, error) { return FromDir(ctx, dir, out, opt) })
+	return c.build(ctx, project, opt, func(t *tree) error { return readFolder(ctx, dir, t, false) })
 }
 
 // ImportUpper builds a snapshot from an overlay's upper folder (see [FromUpper]); opt.Parents are its lowers.
@@ -81,10 +77,11 @@ func (c *Catalogue) ImportUpper(ctx context.Context, project, upper string, opt 
 	if len(opt.Parents) == 0 {
 		return Descriptor{}, fmt.Errorf("snapshot of %q: name the layers it lies on: %w", upper, sandbox.ErrInvalid)
 	}
-	return c.build(ctx, project, opt, func(out erofs.Output) (*Built, error) { return FromUpper(ctx, upper, out, opt) })
+	return c.build(ctx, project, opt, func(t *tree) error { return readFolder(ctx, upper, t, true) })
 }
 
-func (c *Catalogue) build(ctx context.Context, project string, opt Options, make func(erofs.Output) (*Built, error)) (Descriptor, error) {
+// build makes a layer of the tree that fill puts together, and holds it for the project.
+func (c *Catalogue) build(ctx context.Context, project string, opt Options, fill func(*tree) error) (Descriptor, error) {
 	if err := sandbox.CheckProject(project); err != nil {
 		return Descriptor{}, err
 	}
@@ -93,21 +90,21 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, make
 			return Descriptor{}, fmt.Errorf("parent of the snapshot: %w", err)
 		}
 	}
-	draft, err := c.store.Create(ctx)
+	draft, err := c.newDraft(ctx, opt.Form)
 	if err != nil {
 		return Descriptor{}, fmt.Errorf("build layer: %w", err)
 	}
-	defer draft.Discard()
-	built, err := make(draft)
-	if err != nil {
+	defer draft.discard()
+	t := newTree(draft.image, opt)
+	if err := fill(t); err != nil {
 		return Descriptor{}, fmt.Errorf("build layer: %w", err)
 	}
-	digest, err := digestOf(ctx, draft, built.Size)
+	built, form, err := draft.finish(ctx, t)
 	if err != nil {
 		return Descriptor{}, fmt.Errorf("build layer: %w", err)
 	}
 	d := Descriptor{
-		ID: built.ID, Arch: built.Arch, Forms: []Form{{Kind: FormEROFS, Digest: digest, Size: built.Size}}, Parents: opt.Parents,
+		ID: built.ID, Arch: built.Arch, Forms: []Form{form}, Parents: opt.Parents,
 		Created: c.now().UTC(), Source: opt.Source, Entries: built.Entries, Bytes: built.Bytes,
 	}
 
@@ -117,28 +114,42 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, make
 		return Descriptor{}, err
 	}
 	old, err := c.Descriptor(ctx, d.ID)
-	if err == nil {
-		if _, err := c.LayerPath(ctx, d.ID); err == nil {
-			// The same tree is there already. Written again it is young, so that no Sweep takes it before somebody holds it.
-			return old, c.describe(ctx, old)
-		}
-	} else if !errors.Is(err, sandbox.ErrNotFound) {
+	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return Descriptor{}, err
 	}
-	if err := draft.Publish(ctx, blobKey(digest)); err != nil {
+	if err == nil {
+		whole := c.wholeForms(ctx, old)
+		if len(whole) > 0 && (opt.Form == "" || whole[0].Kind == opt.Form) && len(opt.Hot) == 0 {
+			// The same tree is there already. Written again it is young, so that no Sweep takes it before somebody holds it.
+			old.Forms = whole
+			return old, c.describe(ctx, old)
+		}
+		d.Created, d.Source = old.Created, old.Source
+		d.Forms = inFront(form, whole, c.now())
+	}
+	if err := draft.publish(ctx); err != nil {
 		return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
 	}
 	if err := c.describe(ctx, d); err != nil {
 		return Descriptor{}, err
 	}
-	for _, f := range old.Forms { // an image that was found broken
-		if f.Digest != digest {
-			if err := c.store.Delete(ctx, blobKey(f.Digest)); err != nil {
-				return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
+	return d, c.dropBroken(ctx, old, d)
+}
+
+// dropBroken removes the images of forms that d has no more since they were found broken.
+func (c *Catalogue) dropBroken(ctx context.Context, old, d Descriptor) error {
+	stay := map[string]bool{}
+	for _, f := range d.Forms {
+		stay[f.Digest] = true
+	}
+	for _, f := range old.Forms {
+		if !stay[f.Digest] {
+			if err := c.store.Delete(ctx, BlobKey(f.Digest)); err != nil {
+				return fmt.Errorf("keep layer %s: %w", d.ID, err)
 			}
 		}
 	}
-	return d, nil
+	return nil
 }
 
 func (c *Catalogue) describe(ctx context.Context, d Descriptor) error {
@@ -150,18 +161,6 @@ func (c *Catalogue) describe(ctx context.Context, d Descriptor) error {
 		return fmt.Errorf("keep layer %s: %w", d.ID, err)
 	}
 	return nil
-}
-
-func digestOf(ctx context.Context, r io.ReaderAt, size int64) (string, error) {
-	h := sha256.New()
-	n, err := io.CopyBuffer(h, &contextReader{ctx, io.NewSectionReader(r, 0, size)}, make([]byte, 1<<20))
-	if err != nil {
-		return "", fmt.Errorf("digest of the image: %w", err)
-	}
-	if n != size {
-		return "", fmt.Errorf("digest of the image: %d of %d octets", n, size)
-	}
-	return idPrefix + hex.EncodeToString(h.Sum(nil)), nil
 }
 
 // Descriptor describes a layer, whichever project holds it.
@@ -183,7 +182,21 @@ func (c *Catalogue) Descriptor(ctx context.Context, id ID) (Descriptor, error) {
 	return d, nil
 }
 
-// LayerPath is the layer's EROFS image as a file of this machine.
+// Form is the stored form that is to be mounted. Its objects lie in the store under [BlobKey] of their digests.
+func (c *Catalogue) Form(ctx context.Context, id ID) (Form, error) {
+	d, err := c.Descriptor(ctx, id)
+	if err != nil {
+		return Form{}, err
+	}
+	for _, f := range d.Forms {
+		if f.check() == nil {
+			return f, nil
+		}
+	}
+	return Form{}, fmt.Errorf("layer %s: has no form that can be mounted: %w", id, sandbox.ErrUnsupported)
+}
+
+// LayerPath is the layer's EROFS image as a file of this machine, where it has the form of one file.
 func (c *Catalogue) LayerPath(ctx context.Context, id ID) (string, error) {
 	d, err := c.Descriptor(ctx, id)
 	if err != nil {
@@ -193,40 +206,27 @@ func (c *Catalogue) LayerPath(ctx context.Context, id ID) (string, error) {
 		if f.Kind != FormEROFS {
 			continue
 		}
-		path, ok := c.store.Path(blobKey(f.Digest))
+		path, ok := c.store.Path(BlobKey(f.Digest))
 		if !ok {
 			return "", fmt.Errorf("layer %s: its store has no local files: %w", id, sandbox.ErrUnsupported)
 		}
-		info, err := c.store.Stat(ctx, blobKey(f.Digest))
-		if err != nil {
-			return "", fmt.Errorf("layer %s: its image: %w", id, err)
-		}
-		if info.Size != f.Size {
-			return "", fmt.Errorf("layer %s: its image has %d octets, want %d: %w", id, info.Size, f.Size, sandbox.ErrLost)
+		if err := c.whole(ctx, f); err != nil {
+			return "", fmt.Errorf("layer %s: %w", id, err)
 		}
 		return path, nil
 	}
-	return "", fmt.Errorf("layer %s: has no form that can be mounted: %w", id, sandbox.ErrUnsupported)
+	return "", fmt.Errorf("layer %s: has no form of one file: %w", id, sandbox.ErrUnsupported)
 }
 
-// Verify reads the layer's image and compares it with its digest; a difference wraps sandbox.ErrLost.
+// Verify reads all that is stored of the layer and compares it with its digests; a difference wraps sandbox.ErrLost.
 func (c *Catalogue) Verify(ctx context.Context, id ID) error {
 	d, err := c.Descriptor(ctx, id)
 	if err != nil {
 		return err
 	}
 	for _, f := range d.Forms {
-		r, err := c.store.Open(ctx, blobKey(f.Digest))
-		if err != nil {
-			return fmt.Errorf("verify layer %s: %w", id, err)
-		}
-		got, err := digestOf(ctx, r, r.Size())
-		r.Close()
-		if err != nil {
-			return fmt.Errorf("verify layer %s: %w", id, err)
-		}
-		if got != f.Digest {
-			return fmt.Errorf("verify layer %s: form %s has digest %s, want %s: %w", id, f.Kind, got, f.Digest, sandbox.ErrLost)
+		if err := c.verify(ctx, f); err != nil {
+			return fmt.Errorf("verify layer %s: form %s: %w", id, f.Kind, err)
 		}
 	}
 	return nil

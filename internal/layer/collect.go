@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -45,8 +46,8 @@ func (c *Catalogue) erase(ctx context.Context, id ID) error {
 		return err
 	}
 	for _, f := range d.Forms {
-		// The image carries the layer's ID, so no other layer has the same.
-		if err := c.store.Delete(ctx, blobKey(f.Digest)); err != nil {
+		// The image carries the layer's ID, so no other layer has the same. Contents may be another's too: they are left to Sweep.
+		if err := c.store.Delete(ctx, BlobKey(f.Digest)); err != nil {
 			return err
 		}
 	}
@@ -66,40 +67,58 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 		return 0, fmt.Errorf("sweep layers: %w", err)
 	}
 	var parents []ID
-	blobs := map[string]bool{}
+	found := map[ID]Descriptor{}
 	old := map[ID]bool{}
 	before := c.now().Add(-age)
 	var failed error
 	err = c.store.List(ctx, "layers/", func(i store.Info) bool {
 		id := ID(idPrefix + strings.TrimSuffix(strings.TrimPrefix(i.Key, "layers/"), ".json"))
 		d, err := c.Descriptor(ctx, id)
+		if errors.Is(err, sandbox.ErrNotFound) {
+			return true
+		}
 		if err != nil {
 			// A broken descriptor stops it: its blobs would look unused.
 			failed = err
-			return errors.Is(err, sandbox.ErrNotFound)
+			return false
 		}
+		found[id] = d
 		if keep[id] || i.Modified.After(before) {
 			parents = append(parents, d.Parents...)
 		} else {
 			old[id] = true
 		}
-		for _, f := range d.Forms {
-			blobs[blobKey(f.Digest)] = true
-		}
 		return true
 	})
-	if err := errors.Join(err, failed); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+	if err := errors.Join(err, failed); err != nil {
 		return 0, fmt.Errorf("sweep layers: %w", err)
 	}
-	for _, p := range parents {
-		delete(old, p)
+	for len(parents) > 0 { // a parent may be a snapshot itself
+		p := parents[len(parents)-1]
+		parents = parents[:len(parents)-1]
+		if old[p] {
+			delete(old, p)
+			parents = append(parents, found[p].Parents...)
+		}
 	}
 	n := 0
-	for id := range old {
-		if err := c.erase(ctx, id); err != nil {
+	blobs := map[string]bool{}
+	for id, d := range found {
+		if old[id] {
+			if err := c.erase(ctx, id); err != nil {
+				return n, fmt.Errorf("sweep layers: %w", err)
+			}
+			n++
+			continue
+		}
+		if d, err = c.dropSuperseded(ctx, d, before); err != nil {
 			return n, fmt.Errorf("sweep layers: %w", err)
 		}
-		n++
+		for _, f := range d.Forms {
+			for _, b := range f.blobs() {
+				blobs[b.key] = true
+			}
+		}
 	}
 	var lost []string
 	if err := c.store.List(ctx, "blobs/", func(i store.Info) bool {
@@ -117,4 +136,15 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 		n++
 	}
 	return n, nil
+}
+
+// dropSuperseded takes the forms out of a descriptor that have been replaced for long enough. Their objects go as any that
+// nothing refers to.
+func (c *Catalogue) dropSuperseded(ctx context.Context, d Descriptor, before time.Time) (Descriptor, error) {
+	stay := slices.DeleteFunc(slices.Clone(d.Forms), func(f Form) bool { return f.Superseded != nil && f.Superseded.Before(before) })
+	if len(stay) == len(d.Forms) || len(stay) == 0 {
+		return d, nil
+	}
+	d.Forms = stay
+	return d, c.describe(ctx, d)
 }

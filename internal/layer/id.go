@@ -29,15 +29,39 @@ func (id ID) Hex() string { return strings.TrimPrefix(string(id), idPrefix) }
 // Architectures of a layer: those of Go, or AnyArch when it holds no program.
 const AnyArch = "any"
 
+// Kinds of stored forms.
+const (
+	FormEROFS = "erofs" // one EROFS image with metadata and contents
+	FormSplit = "split" // two: metadata, and the contents as its extra device, which can be read on demand
+)
+
 // Form is one way in which a layer is stored.
 type Form struct {
-	Kind   string `json:"kind"`   // FormEROFS
-	Digest string `json:"digest"` // "sha256:<hex>" of the object blobs/<hex>
-	Size   int64  `json:"size"`   // octets
+	Kind   string `json:"kind"`   // FormEROFS or FormSplit
+	Digest string `json:"digest"` // "sha256:<hex>" of the image, or of its metadata: the object blobs/<hex>
+	Size   int64  `json:"size"`   // octets of that object
+	Data   *Data  `json:"data,omitempty"`
+	// Superseded is since when another form, further in front, is to be used instead; Sweep removes it some time after.
+	Superseded *time.Time `json:"superseded,omitempty"`
 }
 
-// FormEROFS is one EROFS image with metadata and contents.
-const FormEROFS = "erofs"
+// UnitSize is the unit in which contents are fetched and verified, in octets.
+const UnitSize = 1 << 20
+
+// Data describes the contents of a layer of FormSplit. A layer without contents has none.
+type Data struct {
+	Digest string `json:"digest"` // "sha256:<hex>" of the file: the object blobs/<hex>
+	Size   int64  `json:"size"`   // octets, a multiple of 4096
+	Units  string `json:"units"`  // "sha256:<hex>" of the object that holds each unit's sha256, 32 octets each
+	// Hot is how many octets at the front are worth fetching when the layer is mounted; 0 when none are known.
+	Hot int64 `json:"hot,omitempty"`
+}
+
+// UnitCount is the number of units; the last may be short.
+func (d Data) UnitCount() int64 { return (d.Size + UnitSize - 1) / UnitSize }
+
+// BlobKey is the store's key of the object with this digest.
+func BlobKey(digest string) string { return "blobs/" + ID(digest).Hex() }
 
 // Descriptor describes a layer.
 type Descriptor struct {
@@ -104,6 +128,11 @@ type Options struct {
 	Limits  Limits
 	// Source is kept in the descriptor.
 	Source string
+	// Form is the stored form; empty is the usual one.
+	Form string
+	// Hot are paths of files whose contents lie in front in FormSplit, in this order: what is read first when the layer is used.
+	// Symbolic links in the layer are followed; what is not in it is passed over.
+	Hot []string
 }
 
 // Built is what a build made.
@@ -112,6 +141,6 @@ type Built struct {
 	Arch    string
 	Entries int64
 	Bytes   int64
-	Size    int64    // of the image, octets
+	Size    int64    // of the image, octets; of its metadata when it is split
 	Skipped []string // the first entries that were left out, each with the reason
 }

@@ -29,13 +29,25 @@ const (
 // an earlier one of the same name. Names that leave the tree or go through a symbolic link are refused, a leading "/" is the
 // tree's root. The errors of wrong input wrap sandbox.ErrInvalid and name the entry.
 func FromTar(ctx context.Context, r io.Reader, out erofs.Output, opt Options) (*Built, error) {
+	t := newTree(erofs.NewWriter(out), opt)
+	if err := readTar(ctx, r, t); err != nil {
+		return nil, err
+	}
+	built, err := t.finish()
+	if err != nil {
+		return nil, fmt.Errorf("tar: %w", err)
+	}
+	return built, nil
+}
+
+func readTar(ctx context.Context, r io.Reader, t *tree) error {
 	plain, closer, err := decompress(&contextReader{ctx, r})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer closer()
 	end := &trailer{r: plain}
-	im := &tarImport{tree: newTree(out, opt), whiteouts: map[*erofs.Inode][]string{}}
+	im := &tarImport{tree: t, whiteouts: map[*erofs.Inode][]string{}}
 	tr := tar.NewReader(end)
 	last := ""
 	for {
@@ -45,37 +57,33 @@ func FromTar(ctx context.Context, r io.Reader, out erofs.Output, opt Options) (*
 		}
 		if err != nil {
 			if ctx.Err() != nil {
-				return nil, ctx.Err()
+				return ctx.Err()
 			}
 			if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
 				err = fmt.Errorf("%w: %w", sandbox.ErrInvalid, err)
 			}
-			return nil, fmt.Errorf("tar: after entry %.200q: %w", last, err)
+			return fmt.Errorf("tar: after entry %.200q: %w", last, err)
 		}
 		last = hdr.Name
 		if err := im.entry(hdr, tr); err != nil {
 			if ctx.Err() != nil {
-				return nil, ctx.Err()
+				return ctx.Err()
 			}
-			return nil, fmt.Errorf("tar: %w", broken(err))
+			return fmt.Errorf("tar: %w", broken(err))
 		}
 		if _, err := io.Copy(io.Discard, tr); err != nil {
-			return nil, fmt.Errorf("tar: entry %.200q: %w", last, broken(err))
+			return fmt.Errorf("tar: entry %.200q: %w", last, broken(err))
 		}
 		end.reset()
 	}
 	// archive/tar takes the stream's end for the archive's: one that was cut between two entries would pass for a whole one.
 	if !end.marked() {
-		return nil, fmt.Errorf("tar: ends after entry %.200q without its end mark, so it was cut off: %w", last, sandbox.ErrInvalid)
+		return fmt.Errorf("tar: ends after entry %.200q without its end mark, so it was cut off: %w", last, sandbox.ErrInvalid)
 	}
 	// A sender may still be writing the padding of the last record.
 	io.CopyN(io.Discard, end, 1<<20)
 	im.mark()
-	built, err := im.finish()
-	if err != nil {
-		return nil, fmt.Errorf("tar: %w", err)
-	}
-	return built, nil
+	return nil
 }
 
 type tarImport struct {

@@ -50,11 +50,11 @@ type tree struct {
 	linked  map[*erofs.Inode]string // inodes that got a second name, later with their first path
 }
 
-func newTree(out erofs.Output, opt Options) *tree {
+func newTree(image *erofs.Writer, opt Options) *tree {
 	t := &tree{
 		opt:     opt,
 		limits:  opt.Limits.filled(),
-		image:   erofs.NewWriter(out),
+		image:   image,
 		root:    newDir(),
 		arch:    map[elf.Machine]int{},
 		exclude: map[string]bool{},
@@ -232,26 +232,43 @@ func (m *IDMap) backCapability(v []byte) []byte {
 	return v
 }
 
-// finish hashes the tree and writes the image's metadata.
-func (t *tree) finish() (*Built, error) {
+// seal works out what the tree is; nothing may be changed in it afterwards.
+func (t *tree) seal() (*Built, error) {
 	sum, err := hashTree(t.root, t.linked, t.opt.Parents)
 	if err != nil {
 		return nil, err
 	}
 	markFolders(t.root)
 	entries, octets := t.measure(t.root)
-	size, err := t.image.Finish(t.root, [16]byte(sum[:16]))
-	if err != nil {
-		return nil, err
-	}
 	return &Built{
 		ID:      ID(idPrefix + hex.EncodeToString(sum[:])),
 		Arch:    t.architecture(),
 		Entries: entries,
 		Bytes:   octets,
-		Size:    size,
 		Skipped: t.skipped,
 	}, nil
+}
+
+// write writes the image's metadata.
+func (t *tree) write(b *Built) error {
+	sum, err := hex.DecodeString(b.ID.Hex())
+	if err != nil {
+		return err
+	}
+	b.Size, err = t.image.Finish(t.root, [16]byte(sum[:16]))
+	return err
+}
+
+// finish does both, for an image of one file.
+func (t *tree) finish() (*Built, error) {
+	b, err := t.seal()
+	if err == nil {
+		err = t.write(b)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
 }
 
 // markFolders sets trusted.overlay.origin, empty ("copied up, origin unknown"), on folders that hold a whiteout: overlayfs

@@ -19,39 +19,47 @@ import (
 // FromDir builds a layer from a folder. Links are not followed, other mounts below it are taken as empty folders, sockets and
 // marks of an overlay are left out. A file that changes while it is read is an error.
 func FromDir(ctx context.Context, dir string, out erofs.Output, opt Options) (*Built, error) {
-	return fromFolder(ctx, dir, out, opt, false)
+	return buildFolder(ctx, dir, out, opt, false)
 }
 
 // FromUpper builds a snapshot from the upper folder of an overlay: whiteouts, opaque folders and redirect marks stay, what the
 // overlay keeps for itself does not. Options.Parents must name the lowers, on which alone those marks are true.
 func FromUpper(ctx context.Context, upper string, out erofs.Output, opt Options) (*Built, error) {
-	return fromFolder(ctx, upper, out, opt, true)
+	return buildFolder(ctx, upper, out, opt, true)
 }
 
-func fromFolder(ctx context.Context, dir string, out erofs.Output, opt Options, upper bool) (*Built, error) {
-	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open folder %q: %w", dir, refused(err))
+func buildFolder(ctx context.Context, dir string, out erofs.Output, opt Options, upper bool) (*Built, error) {
+	t := newTree(erofs.NewWriter(out), opt)
+	if err := readFolder(ctx, dir, t, upper); err != nil {
+		return nil, err
 	}
-	root := os.NewFile(uintptr(fd), dir)
-	defer root.Close()
-	w := &walker{tree: newTree(out, opt), ctx: ctx, upper: upper, links: map[[2]uint64]*erofs.Inode{}}
-	var st unix.Statx_t
-	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, statMask, &st); err != nil {
-		return nil, fmt.Errorf("stat folder %q: %w", dir, err)
-	}
-	w.mount = st.Mnt_id
-	if err := w.attributes("", fd, &st, w.root); err != nil {
-		return nil, fmt.Errorf("folder %q: %w", dir, err)
-	}
-	if err := w.folder("", root, w.root, 0); err != nil {
-		return nil, fmt.Errorf("folder %q: %w", dir, err)
-	}
-	built, err := w.finish()
+	built, err := t.finish()
 	if err != nil {
 		return nil, fmt.Errorf("folder %q: %w", dir, err)
 	}
 	return built, nil
+}
+
+func readFolder(ctx context.Context, dir string, t *tree, upper bool) error {
+	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open folder %q: %w", dir, refused(err))
+	}
+	root := os.NewFile(uintptr(fd), dir)
+	defer root.Close()
+	w := &walker{tree: t, ctx: ctx, upper: upper, links: map[[2]uint64]*erofs.Inode{}}
+	var st unix.Statx_t
+	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, statMask, &st); err != nil {
+		return fmt.Errorf("stat folder %q: %w", dir, err)
+	}
+	w.mount = st.Mnt_id
+	if err := w.attributes("", fd, &st, w.root); err != nil {
+		return fmt.Errorf("folder %q: %w", dir, err)
+	}
+	if err := w.folder("", root, w.root, 0); err != nil {
+		return fmt.Errorf("folder %q: %w", dir, err)
+	}
+	return nil
 }
 
 const statMask = unix.STATX_BASIC_STATS | unix.STATX_MNT_ID

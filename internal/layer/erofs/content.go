@@ -40,7 +40,7 @@ type Content struct {
 	Size int64
 	Sum  [sha256.Size]byte // of all octets, holes read as zeros
 
-	block     uint32   // of the first octet when there are no holes
+	block     uint32   // of the first octet when there are no holes, in the file that holds contents
 	chunks    []uint32 // block of each chunk when there are
 	chunkBits uint8
 }
@@ -62,24 +62,62 @@ func (c Content) Stored() int64 {
 // Writer writes one image.
 type Writer struct {
 	out  Output
-	next int64 // first free block
+	data Output // of contents: out in the one-file form
+	next int64  // first free block of data
+	tag  string // of the second file; see EndData
+	used int64  // blocks of the second file; 0 when there is none
+	end  bool
 	seen map[[sha256.Size]byte]Content
 	buf  []byte
 	zero []byte
 }
 
-// NewWriter starts an image on an empty file.
+// NewWriter starts an image on an empty file: the one-file form.
 func NewWriter(out Output) *Writer {
-	return &Writer{out: out, next: 1, seen: map[[sha256.Size]byte]Content{}}
+	return &Writer{out: out, data: out, next: 1, seen: map[[sha256.Size]byte]Content{}}
 }
 
-// Size is how much of the file is taken so far, in octets.
+// NewSplitWriter starts an image on two empty files: the contents of files go into data, all else into meta. Call EndData before
+// Finish.
+func NewSplitWriter(meta, data Output) *Writer {
+	return &Writer{out: meta, data: data, seen: map[[sha256.Size]byte]Content{}}
+}
+
+// Split reports whether contents go into a file of their own.
+func (w *Writer) Split() bool { return w.data != w.out }
+
+// Size is how much of the file that holds contents is taken so far, in octets.
 func (w *Writer) Size() int64 { return w.next * BlockSize }
+
+// EndData cuts the second file to its size, which it returns. The caller digests it and names it with SetTag: the tag is part of
+// meta, so that a digest of meta vouches for data too. After it no content can be added.
+func (w *Writer) EndData() (int64, error) {
+	if !w.Split() || w.end {
+		return 0, fmt.Errorf("image: no second file, or ended before: %w", sandbox.ErrState)
+	}
+	if err := w.data.Truncate(w.next * BlockSize); err != nil {
+		return 0, fmt.Errorf("cut data: %w", err)
+	}
+	w.end, w.used = true, w.next
+	return w.used * BlockSize, nil
+}
+
+// SetTag names the second file, by convention with the hexadecimal digits of its sha256.
+func (w *Writer) SetTag(tag string) error {
+	if len(tag) == 0 || len(tag) > tagSize {
+		return fmt.Errorf("image: tag of %d octets, want 1 to %d: %w", len(tag), tagSize, sandbox.ErrInvalid)
+	}
+	w.tag = tag
+	return nil
+}
 
 func blocks(octets int64) int64 { return (octets + BlockSize - 1) / BlockSize }
 
 // Add reads exactly size octets of r into the image. It returns io.ErrUnexpectedEOF, wrapped, when r ends early.
 func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
+	if w.end {
+		return Content{}, fmt.Errorf("content after the end of data: %w", sandbox.ErrState)
+	}
 	if size < 0 || size > MaxFile {
 		return Content{}, fmt.Errorf("content of %d octets, at most %d: %w", size, int64(MaxFile), sandbox.ErrInvalid)
 	}
@@ -121,7 +159,7 @@ func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
 			if w.next+blocks(int64(to-from)) >= noBlock {
 				return fmt.Errorf("image over 16 TiB: %w", sandbox.ErrExhausted)
 			}
-			if _, err := w.out.WriteAt(w.buf[from:end], w.next*BlockSize); err != nil {
+			if _, err := w.data.WriteAt(w.buf[from:end], w.next*BlockSize); err != nil {
 				return fmt.Errorf("write content: %w", err)
 			}
 			w.next += int64(end-from) / BlockSize
@@ -156,4 +194,61 @@ func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
 	}
 	w.seen[c.Sum] = c
 	return c, nil
+}
+
+// Copy takes over a content of another image, or of this image's earlier file, that stores it in from. Nothing is hashed again.
+func (w *Writer) Copy(from io.ReaderAt, c Content) (Content, error) {
+	if w.end {
+		return Content{}, fmt.Errorf("content after the end of data: %w", sandbox.ErrState)
+	}
+	if old, ok := w.seen[c.Sum]; ok {
+		return old, nil
+	}
+	if w.buf == nil {
+		w.buf = make([]byte, bufferSize)
+		w.zero = make([]byte, bufferSize)
+	}
+	start := w.next
+	out := c
+	out.block = uint32(w.next)
+	copyRun := func(block uint32, octets int64) error {
+		for at, end := int64(block)*BlockSize, (int64(block)+blocks(octets))*BlockSize; at < end; {
+			part := w.buf[:min(bufferSize, end-at)]
+			if n, err := from.ReadAt(part, at); n < len(part) {
+				if err == nil || errors.Is(err, io.EOF) {
+					err = io.ErrUnexpectedEOF
+				}
+				return fmt.Errorf("read content: %w", err)
+			}
+			if w.next+int64(len(part))/BlockSize >= noBlock {
+				return fmt.Errorf("image over 16 TiB: %w", sandbox.ErrExhausted)
+			}
+			if _, err := w.data.WriteAt(part, w.next*BlockSize); err != nil {
+				return fmt.Errorf("write content: %w", err)
+			}
+			w.next += int64(len(part)) / BlockSize
+			at += int64(len(part))
+		}
+		return nil
+	}
+	var err error
+	if c.chunks == nil {
+		err = copyRun(c.block, c.Size)
+	} else {
+		out.chunks = make([]uint32, len(c.chunks))
+		for i, b := range c.chunks {
+			out.chunks[i] = noBlock
+			if b == noBlock || err != nil {
+				continue
+			}
+			out.chunks[i] = uint32(w.next)
+			err = copyRun(b, min(c.Size-int64(i)<<c.chunkBits, 1<<c.chunkBits))
+		}
+	}
+	if err != nil {
+		w.next = start
+		return Content{}, err
+	}
+	w.seen[c.Sum] = out
+	return out, nil
 }

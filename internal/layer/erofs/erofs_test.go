@@ -28,7 +28,9 @@ func dir(children map[string]*erofs.Inode) *erofs.Inode {
 	return &erofs.Inode{Mode: unix.S_IFDIR | 0o755, Sec: 1_700_000_000, Nsec: 123456789, Children: children}
 }
 
-func file(t testing.TB, w *erofs.Writer, content []byte) *erofs.Inode {
+func file(t testing.TB, w interface {
+	Add(io.Reader, int64) (erofs.Content, error)
+}, content []byte) *erofs.Inode {
 	t.Helper()
 	c, err := w.Add(bytes.NewReader(content), int64(len(content)))
 	if err != nil {
@@ -47,16 +49,87 @@ func create(t testing.TB) *os.File {
 	return f
 }
 
-func finish(t testing.TB, w *erofs.Writer, f *os.File, root *erofs.Inode) {
+// eachForm runs a test with both stored forms.
+func eachForm(t *testing.T, test func(t *testing.T, im *image)) {
+	for _, form := range []string{"one file", "two files"} {
+		t.Run(form, func(t *testing.T) { test(t, newImage(t, form == "two files")) })
+	}
+}
+
+// image is one that is being written.
+type image struct {
+	*erofs.Writer
+	meta, data *os.File // data is nil in the one-file form
+}
+
+func newImage(t testing.TB, split bool) *image {
+	im := &image{meta: create(t)}
+	if split {
+		im.data = create(t)
+		im.Writer = erofs.NewSplitWriter(im.meta, im.data)
+	} else {
+		im.Writer = erofs.NewWriter(im.meta)
+	}
+	return im
+}
+
+// finish writes the metadata, and has fsck.erofs look at it.
+func (im *image) finish(t testing.TB, root *erofs.Inode) {
 	t.Helper()
-	size, err := w.Finish(root, [16]byte{1, 2, 3})
+	im.finishOnly(t, root)
+	layertest.Fsck(t, im.meta.Name(), im.dataName())
+}
+
+func (im *image) finishOnly(t testing.TB, root *erofs.Inode) {
+	t.Helper()
+	if im.data != nil {
+		size, err := im.EndData()
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := sha256.New()
+		n, err := io.Copy(h, io.NewSectionReader(im.data, 0, 1<<62))
+		if err != nil || n != size {
+			t.Fatalf("data: %d octets, want %d, %v", n, size, err)
+		}
+		if err := im.SetTag(fmt.Sprintf("%x", h.Sum(nil))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	size, err := im.Finish(root, [16]byte{1, 2, 3})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if st, _ := f.Stat(); st.Size() != size {
+	if st, _ := im.meta.Stat(); st.Size() != size {
 		t.Fatalf("size %d, file %d", size, st.Size())
 	}
-	layertest.Fsck(t, f.Name())
+}
+
+// dataName is the second file's, "" when there is none or nothing in it.
+func (im *image) dataName() string {
+	if im.data == nil || im.Size() == 0 {
+		return ""
+	}
+	return im.data.Name()
+}
+
+// size is what all files take.
+func (im *image) size(t testing.TB) int64 {
+	t.Helper()
+	st, err := im.meta.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := st.Size()
+	if im.data != nil {
+		n += im.Size()
+	}
+	return n
+}
+
+func (im *image) mount(t testing.TB) string {
+	t.Helper()
+	return layertest.MountSplit(t, im.meta.Name(), im.dataName())
 }
 
 // describe lists what the kernel shows of a tree, one line a name.
@@ -180,81 +253,83 @@ func expect(root *erofs.Inode, contents map[*erofs.Inode][]byte) []string {
 }
 
 func TestEveryTypeThroughTheKernel(t *testing.T) {
-	f := create(t)
-	w := erofs.NewWriter(f)
-	contents := map[*erofs.Inode][]byte{}
-	add := func(b []byte) *erofs.Inode {
-		in := file(t, w, b)
-		contents[in] = b
-		return in
-	}
-	big := make([]byte, 3<<20+17)
-	rand.NewChaCha8([32]byte{1}).Read(big)
-	sparse := make([]byte, 1<<20+100)
-	copy(sparse[200<<10:], "island")
-	copy(sparse[len(sparse)-3:], "end")
+	eachForm(t, func(t *testing.T, im *image) {
+		w := im.Writer
+		contents := map[*erofs.Inode][]byte{}
+		add := func(b []byte) *erofs.Inode {
+			in := file(t, w, b)
+			contents[in] = b
+			return in
+		}
+		big := make([]byte, 3<<20+17)
+		rand.NewChaCha8([32]byte{1}).Read(big)
+		sparse := make([]byte, 1<<20+100)
+		copy(sparse[200<<10:], "island")
+		copy(sparse[len(sparse)-3:], "end")
 
-	hard := add([]byte("one inode, three names"))
-	hard.Mode = unix.S_IFREG | 0o4755
-	hard.UID, hard.GID = 1000, 70000
-	capable := add(big)
-	capable.Set("security.capability", []byte{1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
-	capable.Set("user.note", bytes.Repeat([]byte("x"), 3000))
-	capable.Set("user.empty", nil)
-	opaque := dir(nil)
-	opaque.Set("trusted.overlay.opaque", []byte("y"))
-	link := &erofs.Inode{Mode: unix.S_IFLNK | 0o777, Target: "../hard", Sec: -5, Nsec: 999999999}
-	long := &erofs.Inode{Mode: unix.S_IFLNK | 0o777, Target: strings.Repeat("t", 4094)}
-	many := map[string]*erofs.Inode{"!before-dot": add(nil), "...": add(nil), "-": add([]byte("-"))}
-	for i := range 2000 {
-		many[fmt.Sprintf("entry-%06d", i)] = dir(nil)
-	}
-	names := map[string]*erofs.Inode{
-		strings.Repeat("n", 255): add([]byte("long name")),
-		"new\nline\xff\xfe":      add([]byte("odd name")),
-	}
-	tagged := dir(names)
-	for i := range 40 {
-		tagged.Set(fmt.Sprintf("user.a%02d", i), bytes.Repeat([]byte{byte(i)}, 200))
-	}
-	root := dir(map[string]*erofs.Inode{
-		"hard": hard, "hard2": hard, "sub": dir(map[string]*erofs.Inode{"hard3": hard, "rel": link, "rel2": link}),
-		"big": capable, "sparse": add(sparse), "zeros": add(make([]byte, 8192)), "empty": add(nil), "same": add(big),
-		"opaque": opaque, "long": long, "many": dir(many), "tagged": tagged,
-		"gone": {Mode: unix.S_IFCHR}, "null": {Mode: unix.S_IFCHR | 0o666, Major: 1, Minor: 3},
-		"disk": {Mode: unix.S_IFBLK | 0o600, Major: 259, Minor: 70000}, "fifo": {Mode: unix.S_IFIFO | 0o644, UID: 4294967294},
-		"sock": {Mode: unix.S_IFSOCK | 0o755},
+		hard := add([]byte("one inode, three names"))
+		hard.Mode = unix.S_IFREG | 0o4755
+		hard.UID, hard.GID = 1000, 70000
+		capable := add(big)
+		capable.Set("security.capability", []byte{1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+		capable.Set("user.note", bytes.Repeat([]byte("x"), 3000))
+		capable.Set("user.empty", nil)
+		opaque := dir(nil)
+		opaque.Set("trusted.overlay.opaque", []byte("y"))
+		link := &erofs.Inode{Mode: unix.S_IFLNK | 0o777, Target: "../hard", Sec: -5, Nsec: 999999999}
+		long := &erofs.Inode{Mode: unix.S_IFLNK | 0o777, Target: strings.Repeat("t", 4094)}
+		many := map[string]*erofs.Inode{"!before-dot": add(nil), "...": add(nil), "-": add([]byte("-"))}
+		for i := range 2000 {
+			many[fmt.Sprintf("entry-%06d", i)] = dir(nil)
+		}
+		names := map[string]*erofs.Inode{
+			strings.Repeat("n", 255): add([]byte("long name")),
+			"new\nline\xff\xfe":      add([]byte("odd name")),
+		}
+		tagged := dir(names)
+		for i := range 40 {
+			tagged.Set(fmt.Sprintf("user.a%02d", i), bytes.Repeat([]byte{byte(i)}, 200))
+		}
+		root := dir(map[string]*erofs.Inode{
+			"hard": hard, "hard2": hard, "sub": dir(map[string]*erofs.Inode{"hard3": hard, "rel": link, "rel2": link}),
+			"big": capable, "sparse": add(sparse), "zeros": add(make([]byte, 8192)), "empty": add(nil), "same": add(big),
+			"opaque": opaque, "long": long, "many": dir(many), "tagged": tagged,
+			"gone": {Mode: unix.S_IFCHR}, "null": {Mode: unix.S_IFCHR | 0o666, Major: 1, Minor: 3},
+			"disk": {Mode: unix.S_IFBLK | 0o600, Major: 259, Minor: 70000}, "fifo": {Mode: unix.S_IFIFO | 0o644, UID: 4294967294},
+			"sock": {Mode: unix.S_IFSOCK | 0o755},
+		})
+		im.finish(t, root)
+		if n := im.size(t); n > 5<<20 {
+			t.Errorf("image has %d octets: equal contents or holes were stored", n)
+		}
+		mnt := im.mount(t)
+		if d := cmp.Diff(expect(root, contents), describe(t, mnt)); d != "" {
+			t.Errorf("tree, want -, got +:\n%s", d)
+		}
 	})
-	finish(t, w, f, root)
-	if st, _ := f.Stat(); st.Size() > 5<<20 {
-		t.Errorf("image has %d octets: equal contents or holes were stored", st.Size())
-	}
-	mnt := layertest.Mount(t, f.Name())
-	if d := cmp.Diff(expect(root, contents), describe(t, mnt)); d != "" {
-		t.Errorf("tree, want -, got +:\n%s", d)
-	}
 }
 
 func TestFolderOf100kEntries(t *testing.T) {
-	f := create(t)
-	w := erofs.NewWriter(f)
-	children := map[string]*erofs.Inode{}
-	for i := range 100_000 {
-		name := fmt.Sprintf("%s-%d", strings.Repeat("p", i%100), i)
-		children[name] = file(t, w, fmt.Appendf(nil, "%d", i%50))
-	}
-	finish(t, w, f, dir(map[string]*erofs.Inode{"d": dir(children)}))
-	mnt := layertest.Mount(t, f.Name())
-	got, err := os.ReadDir(filepath.Join(mnt, "d"))
-	if err != nil || len(got) != 100_000 {
-		t.Fatalf("%d entries, %v", len(got), err)
-	}
-	for i := 0; i < 100_000; i += 997 {
-		b, err := os.ReadFile(filepath.Join(mnt, "d", fmt.Sprintf("%s-%d", strings.Repeat("p", i%100), i)))
-		if err != nil || string(b) != fmt.Sprint(i%50) {
-			t.Fatalf("entry %d: %q, %v", i, b, err)
+	eachForm(t, func(t *testing.T, im *image) {
+		w := im.Writer
+		children := map[string]*erofs.Inode{}
+		for i := range 100_000 {
+			name := fmt.Sprintf("%s-%d", strings.Repeat("p", i%100), i)
+			children[name] = file(t, w, fmt.Appendf(nil, "%d", i%50))
 		}
-	}
+		im.finish(t, dir(map[string]*erofs.Inode{"d": dir(children)}))
+		mnt := im.mount(t)
+		got, err := os.ReadDir(filepath.Join(mnt, "d"))
+		if err != nil || len(got) != 100_000 {
+			t.Fatalf("%d entries, %v", len(got), err)
+		}
+		for i := 0; i < 100_000; i += 997 {
+			b, err := os.ReadFile(filepath.Join(mnt, "d", fmt.Sprintf("%s-%d", strings.Repeat("p", i%100), i)))
+			if err != nil || string(b) != fmt.Sprint(i%50) {
+				t.Fatalf("entry %d: %q, %v", i, b, err)
+			}
+		}
+	})
 }
 
 // zeros is a reader of n zeros with a letter at each of the marks.
@@ -279,75 +354,78 @@ func (z *zeros) Read(p []byte) (int, error) {
 }
 
 func TestHugeFileWithHoles(t *testing.T) {
-	if testing.Short() {
-		t.Skip("skip: hashes 6 GB")
-	}
-	f := create(t)
-	w := erofs.NewWriter(f)
-	const size = 6<<30 + 5
-	marks := map[int64]byte{0: 'a', 5 << 30: 'b', size - 1: 'c'}
-	c, err := w.Add(&zeros{n: size, marks: marks}, size)
-	if err != nil {
-		t.Fatal(err)
-	}
-	finishNoFsck := func() {
-		if _, err := w.Finish(dir(map[string]*erofs.Inode{"f": {Mode: unix.S_IFREG | 0o644, Data: c}}), [16]byte{}); err != nil {
-			t.Fatal(err)
+	eachForm(t, func(t *testing.T, im *image) {
+		if testing.Short() {
+			t.Skip("skip: hashes 6 GB")
 		}
-	}
-	finishNoFsck()
-	if st, _ := f.Stat(); st.Size() > 2<<20 {
-		t.Errorf("image of %d octets for a file that is holes", st.Size())
-	}
-	g, err := os.Open(filepath.Join(layertest.Mount(t, f.Name()), "f"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer g.Close()
-	if st, _ := g.Stat(); st.Size() != size {
-		t.Errorf("size %d", st.Size())
-	}
-	for off, want := range marks {
-		b := make([]byte, 1)
-		if _, err := g.ReadAt(b, off); err != nil || b[0] != want {
-			t.Errorf("at %d: %q, %v", off, b, err)
-		}
-	}
-}
-
-func TestSameTreeSameOctets(t *testing.T) {
-	build := func() []byte {
-		f := create(t)
-		w := erofs.NewWriter(f)
-		children := map[string]*erofs.Inode{}
-		for i := range 300 {
-			in := file(t, w, bytes.Repeat([]byte{byte(i)}, i*37))
-			in.Set("user.b", []byte("1"))
-			in.Set("user.a", []byte("2"))
-			children[fmt.Sprint(i)] = in
-		}
-		finish(t, w, f, dir(children))
-		b, err := os.ReadFile(f.Name())
+		w := im.Writer
+		const size = 6<<30 + 5
+		marks := map[int64]byte{0: 'a', 5 << 30: 'b', size - 1: 'c'}
+		c, err := w.Add(&zeros{n: size, marks: marks}, size)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return b
-	}
-	if !bytes.Equal(build(), build()) {
-		t.Error("two images of one tree differ")
+		im.finishOnly(t, dir(map[string]*erofs.Inode{"f": {Mode: unix.S_IFREG | 0o644, Data: c}}))
+		if n := im.size(t); n > 2<<20 {
+			t.Errorf("image of %d octets for a file that is holes", n)
+		}
+		g, err := os.Open(filepath.Join(im.mount(t), "f"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		if st, _ := g.Stat(); st.Size() != size {
+			t.Errorf("size %d", st.Size())
+		}
+		for off, want := range marks {
+			b := make([]byte, 1)
+			if _, err := g.ReadAt(b, off); err != nil || b[0] != want {
+				t.Errorf("at %d: %q, %v", off, b, err)
+			}
+		}
+	})
+}
+
+func TestSameTreeSameOctets(t *testing.T) {
+	for _, split := range []bool{false, true} {
+		build := func() []byte {
+			im := newImage(t, split)
+			children := map[string]*erofs.Inode{}
+			for i := range 300 {
+				in := file(t, im, bytes.Repeat([]byte{byte(i)}, i*37))
+				in.Set("user.b", []byte("1"))
+				in.Set("user.a", []byte("2"))
+				children[fmt.Sprint(i)] = in
+			}
+			im.finish(t, dir(children))
+			b, err := os.ReadFile(im.meta.Name())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if split {
+				d, err := os.ReadFile(im.data.Name())
+				if err != nil {
+					t.Fatal(err)
+				}
+				b = append(b, d...)
+			}
+			return b
+		}
+		if !bytes.Equal(build(), build()) {
+			t.Error("two images of one tree differ")
+		}
 	}
 }
 
 // An image whose last inode ends with a block: found by TestRandomTrees.
 func TestLastInodeAtTheEndOfABlock(t *testing.T) {
 	for n := 55; n < 130; n++ {
-		f := create(t)
-		w := erofs.NewWriter(f)
+		im := newImage(t, n%2 == 0)
 		children := map[string]*erofs.Inode{}
 		for i := range n {
 			children[fmt.Sprintf("%03d", i)] = &erofs.Inode{Mode: unix.S_IFIFO | 0o600}
 		}
-		finish(t, w, f, dir(children))
+		im.finish(t, dir(children))
 	}
 }
 
@@ -364,13 +442,25 @@ func TestContentThatEndsEarly(t *testing.T) {
 
 func TestRandomTrees(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		f, err := os.CreateTemp("", "dsec-erofs-")
+		// Not of t.TempDir, which keeps what all rounds write to the end.
+		folder, err := os.MkdirTemp("", "dsec-erofs-")
 		if err != nil {
 			rt.Fatal(err)
 		}
-		defer os.Remove(f.Name())
-		defer f.Close()
-		w := erofs.NewWriter(f)
+		defer os.RemoveAll(folder)
+		im := &image{}
+		if im.meta, err = os.Create(folder + "/meta"); err != nil {
+			rt.Fatal(err)
+		}
+		defer im.meta.Close()
+		im.Writer = erofs.NewWriter(im.meta)
+		if rapid.Bool().Draw(rt, "split") {
+			if im.data, err = os.Create(folder + "/data"); err != nil {
+				rt.Fatal(err)
+			}
+			defer im.data.Close()
+			im.Writer = erofs.NewSplitWriter(im.meta, im.data)
+		}
 		contents := map[*erofs.Inode][]byte{}
 		var all []*erofs.Inode
 		var grow func(depth int) *erofs.Inode
@@ -405,7 +495,7 @@ func TestRandomTrees(t *testing.T) {
 					if rapid.Bool().Draw(rt, "filled") && len(b) > 0 {
 						b[rapid.IntRange(0, len(b)-1).Draw(rt, "mark")] = 1
 					}
-					c, err := w.Add(bytes.NewReader(b), int64(len(b)))
+					c, err := im.Add(bytes.NewReader(b), int64(len(b)))
 					if err != nil {
 						rt.Fatal(err)
 					}
@@ -423,13 +513,10 @@ func TestRandomTrees(t *testing.T) {
 			return d
 		}
 		root := grow(0)
-		if _, err := w.Finish(root, [16]byte{}); err != nil {
-			rt.Fatal(err)
-		}
-		layertest.Fsck(t, f.Name())
+		im.finish(t, root)
 		want := expect(root, contents)
 		t.Run("mounted", func(t *testing.T) {
-			if d := cmp.Diff(want, describe(t, layertest.Mount(t, f.Name()))); d != "" {
+			if d := cmp.Diff(want, describe(t, im.mount(t))); d != "" {
 				t.Errorf("tree, want -, got +:\n%s", d)
 			}
 		})

@@ -19,6 +19,11 @@ const (
 	compatChecksum   = 0x1
 	compatMtime      = 0x2
 	incompatChunked  = 0x4
+	incompatDevices  = 0x8
+	chunkIndexes     = 0x20 // of a chunk format: entries of 8 octets, which name a device
+	deviceSlot       = 9    // of the table of devices, right behind the superblock, in units of deviceSize
+	deviceSize       = 128
+	tagSize          = 64
 	inodeSize        = 64 // the extended form: 32-bit ids and a time of its own
 	slot             = 32 // unit of node numbers
 	direntSize       = 12
@@ -49,6 +54,9 @@ func (w *Writer) Finish(root *Inode, uuid [16]byte) (int64, error) {
 	if root == nil || !root.IsDir() {
 		return 0, fmt.Errorf("image: the root must be a folder: %w", sandbox.ErrInvalid)
 	}
+	if w.Split() && (!w.end || w.used > 0 && w.tag == "") {
+		return 0, fmt.Errorf("image: data has not been ended and named: %w", sandbox.ErrState)
+	}
 	f := &finisher{w: w}
 	if err := f.collect(root, root, "", 0); err != nil {
 		return 0, err
@@ -67,7 +75,9 @@ func (w *Writer) Finish(root *Inode, uuid [16]byte) (int64, error) {
 	if _, err := w.out.WriteAt(f.super(root, total, uuid), 0); err != nil {
 		return 0, fmt.Errorf("write superblock: %w", err)
 	}
-	w.next = total
+	if !w.Split() {
+		w.next = total
+	}
 	return total * BlockSize, nil
 }
 
@@ -102,7 +112,7 @@ func (f *finisher) collect(in, parent *Inode, path string, depth int) error {
 	switch in.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		l.size = in.Data.Size
-		if in.Data.chunks != nil {
+		if in.Data.chunks != nil || f.w.Split() && l.size > 0 {
 			l.kind = layoutChunks
 			f.chunked = true
 		}
@@ -148,6 +158,9 @@ func sortNames(names []string) {
 // place gives every inode its number and every folder its blocks.
 func (f *finisher) place() {
 	f.dirBlock = f.w.next
+	if f.w.Split() {
+		f.dirBlock = 1
+	}
 	next := f.dirBlock
 	at := int64(firstInodeOffset)
 	for _, in := range f.inodes {
@@ -179,7 +192,7 @@ func (f *finisher) place() {
 			l.block = next
 			next += l.blocks
 		case l.kind == layoutChunks:
-			extra = 4 * int64(len(in.Data.chunks))
+			extra = int64(len(f.chunkMap(in, body)))
 		}
 		l.at = at
 		in.nid = uint64(at / slot)
@@ -232,11 +245,7 @@ func (f *finisher) write() error {
 			return err
 		}
 		if l.kind == layoutChunks {
-			b := make([]byte, 0, 4*len(in.Data.chunks))
-			for _, c := range in.Data.chunks {
-				b = binary.LittleEndian.AppendUint32(b, c)
-			}
-			if err := meta.write(b); err != nil {
+			if err := meta.write(f.chunkMap(in, int64(inodeSize+len(l.xattrs)))); err != nil {
 				return err
 			}
 		}
@@ -249,6 +258,49 @@ func (f *finisher) write() error {
 		return err
 	}
 	return meta.flush()
+}
+
+// chunkMap is what follows an inode whose content lies in chunks; before are the octets of inode and attributes. In the two-file
+// form a file without holes is one chunk as long as it needs.
+func (f *finisher) chunkMap(in *Inode, before int64) []byte {
+	le := binary.LittleEndian
+	chunks := in.Data.chunks
+	if !f.w.Split() {
+		b := make([]byte, 0, 4*len(chunks))
+		for _, c := range chunks {
+			b = le.AppendUint32(b, c)
+		}
+		return b
+	}
+	if chunks == nil {
+		chunks = []uint32{in.Data.block}
+	}
+	b := make([]byte, align(before, 8)-before, 4+8*len(chunks))
+	for _, c := range chunks {
+		device := uint16(1)
+		if c == noBlock {
+			device = 0
+		}
+		b = le.AppendUint16(b, 0)
+		b = le.AppendUint16(b, device)
+		b = le.AppendUint32(b, c)
+	}
+	return b
+}
+
+// chunkFormat is the chunk's size as a power of two blocks, and the entries' kind.
+func (f *finisher) chunkFormat(c Content) uint16 {
+	switch {
+	case !f.w.Split():
+		return uint16(c.chunkBits - blockBits)
+	case c.chunks != nil:
+		return uint16(c.chunkBits-blockBits) | chunkIndexes
+	}
+	n := uint16(0)
+	for c.Size > BlockSize<<n {
+		n++
+	}
+	return n | chunkIndexes
 }
 
 func (f *finisher) inode(in *Inode, ino uint32) []byte {
@@ -264,7 +316,7 @@ func (f *finisher) inode(in *Inode, ino uint32) []byte {
 	switch in.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		if l.kind == layoutChunks {
-			le.PutUint16(b[16:], uint16(in.Data.chunkBits-blockBits))
+			le.PutUint16(b[16:], f.chunkFormat(in.Data))
 		} else if l.size > 0 {
 			le.PutUint32(b[16:], in.Data.block)
 		}
@@ -348,9 +400,21 @@ func (f *finisher) super(root *Inode, total int64, uuid [16]byte) []byte {
 	le.PutUint32(b[36:], uint32(total))
 	le.PutUint32(b[40:], uint32(f.metaBlock))
 	copy(b[48:64], uuid[:])
+	incompat := uint32(0)
 	if f.chunked {
-		le.PutUint32(b[80:], incompatChunked)
+		incompat |= incompatChunked
 	}
+	if f.w.used > 0 {
+		incompat |= incompatDevices
+		le.PutUint16(b[86:], 1)
+		le.PutUint16(b[88:], deviceSlot)
+		slot := block[deviceSlot*deviceSize:]
+		copy(slot[:tagSize], f.w.tag)
+		le.PutUint32(slot[tagSize:], uint32(f.w.used))
+		// Behind all that meta has, so that no address means both. Nothing uses it: chunks name the device.
+		le.PutUint32(slot[tagSize+4:], uint32(total))
+	}
+	le.PutUint32(b[80:], incompat)
 	// The kernel's crc32c has no final inversion.
 	le.PutUint32(b[4:], ^crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)))
 	return block
