@@ -73,8 +73,20 @@ type subvolumes struct {
 	name  string
 	mount string // unmounted by close when not empty
 	made  string // the pool file, when this process made it
+	at    int    // descriptor of the folder of the living
 	notes []string
 	dead  patience
+}
+
+// lay takes the folders below root. The descriptor that it opens is close's to close.
+func (d *subvolumes) lay(root string) (err error) {
+	if d.folders, err = newFolders(root); err != nil {
+		return err
+	}
+	if d.at, err = unix.Open(d.live(""), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0); err != nil {
+		return &os.PathError{Op: "open", Path: d.live(""), Err: err}
+	}
+	return nil
 }
 
 // patience passes on those numbers of quota groups that it was first given a while ago and, in the count of transactions, before the
@@ -129,11 +141,11 @@ func openSubvolumes(cfg Config) (driver, error) {
 	if uint32(st.Type) != unix.BTRFS_SUPER_MAGIC {
 		return nil, fmt.Errorf("%s is not on btrfs: %w", cfg.State, sandbox.ErrUnsupported)
 	}
-	f, err := newFolders(filepath.Join(cfg.State, "subvolumes"))
-	if err != nil {
+	d := &subvolumes{name: DriverSubvolume, at: -1}
+	if err := d.lay(filepath.Join(cfg.State, "subvolumes")); err != nil {
 		return nil, err
 	}
-	return &subvolumes{folders: f, name: DriverSubvolume}, nil
+	return d, nil
 }
 
 func openPoolFile(ctx context.Context, cfg Config, log *slog.Logger) (driver, error) {
@@ -141,7 +153,7 @@ func openPoolFile(ctx context.Context, cfg Config, log *slog.Logger) (driver, er
 	if err := os.MkdirAll(mount, 0o700); err != nil {
 		return nil, fmt.Errorf("make pool folder: %w", err)
 	}
-	d := &subvolumes{name: DriverPool, mount: mount}
+	d := &subvolumes{name: DriverPool, mount: mount, at: -1}
 	kind, source, err := mountpoint(mount)
 	if err != nil {
 		return nil, fmt.Errorf("read mounts: %w", err)
@@ -190,9 +202,7 @@ func (d *subvolumes) setUp() error {
 			}
 			d.notes = append(d.notes, fmt.Sprintf("ordinary quota groups, dearer than simple ones (%v)", serr))
 		}
-		var err error
-		d.folders, err = newFolders(d.mount)
-		return err
+		return d.lay(d.mount)
 	})
 }
 
@@ -328,36 +338,34 @@ func volumeArgs(name string) [4096]byte {
 	return b
 }
 
+// create makes the subvolume where it is to lie: a rename of one costs as much as the making. What a process leaves half-made when it
+// dies is listed as an upper that no sandbox has.
 func (d *subvolumes) create(id string, r Request) (Upper, error) {
-	if _, err := os.Lstat(d.live(id)); err == nil {
-		return Upper{}, sandbox.ErrExists
-	}
-	aside := d.making(fresh(id))
-	err := onFolder(d.making(""), func(fd uintptr) error {
-		arg := volumeArgs(filepath.Base(aside))
-		return ioctl(fd, btrfsSubvolCreate, unsafe.Pointer(&arg))
-	})
-	if err != nil {
+	arg := volumeArgs(id)
+	if err := ioctl(uintptr(d.at), btrfsSubvolCreate, unsafe.Pointer(&arg)); err != nil {
+		if errors.Is(err, unix.EEXIST) {
+			return Upper{}, sandbox.ErrExists
+		}
 		return Upper{}, fmt.Errorf("make subvolume: %w", err)
 	}
-	err = onFolder(aside, func(fd uintptr) error {
-		// struct btrfs_ioctl_qgroup_limit_args; group 0 is the subvolume's own.
-		arg := [6]uint64{0, limitMaxReferenced, uint64(r.Disk)}
-		if err := ioctl(fd, btrfsQgroupLimit, unsafe.Pointer(&arg)); err != nil {
-			return fmt.Errorf("limit subvolume: %w: %w", sandbox.ErrUnsupported, err)
-		}
-		return nil
-	})
-	if err == nil {
-		err = subfolders(aside)
-	}
-	if err == nil {
-		err = d.place(aside, id)
-	}
-	if err != nil {
-		return Upper{}, errors.Join(err, d.destroy(aside))
+	if err := d.furnish(id, r); err != nil {
+		return Upper{}, errors.Join(err, d.destroy(id))
 	}
 	return upperIn(id, d.live(id), r.Disk), nil
+}
+
+func (d *subvolumes) furnish(id string, r Request) error {
+	fd, err := unix.Openat(d.at, id, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return &os.PathError{Op: "open", Path: d.live(id), Err: err}
+	}
+	defer unix.Close(fd)
+	// struct btrfs_ioctl_qgroup_limit_args; group 0 is the subvolume's own.
+	limit := [6]uint64{0, limitMaxReferenced, uint64(r.Disk)}
+	if err := ioctl(uintptr(fd), btrfsQgroupLimit, unsafe.Pointer(&limit)); err != nil {
+		return fmt.Errorf("limit subvolume: %w: %w", sandbox.ErrUnsupported, err)
+	}
+	return subfolders(fd, d.live(id))
 }
 
 func (d *subvolumes) get(id string) (Upper, error) {
@@ -376,21 +384,29 @@ func (d *subvolumes) get(id string) (Upper, error) {
 	return upperIn(id, d.live(id), limit), err
 }
 
+// remove deletes at once, also in a full pool: the kernel keeps some room for deletions. The trash is for what it refuses.
 func (d *subvolumes) remove(id string) error {
-	aside, err := d.toTrash(d.live(id), id)
-	if errors.Is(err, unix.ENOSPC) {
-		// A full pool has no room to record a move, but the kernel keeps some for deletions, and this one makes room.
-		return d.destroy(d.live(id))
-	}
-	if err != nil {
+	err := d.destroy(id)
+	if err == nil || errors.Is(err, unix.ENOENT) {
 		return err
 	}
-	_ = d.destroy(aside) // sweep tries again and reports
+	if _, terr := d.toTrash(d.live(id), id); terr != nil {
+		return errors.Join(err, terr)
+	}
+	return nil // sweep tries again and reports
+}
+
+// destroy deletes a living subvolume; the kernel frees its space in the background.
+func (d *subvolumes) destroy(id string) error {
+	arg := volumeArgs(id)
+	if err := ioctl(uintptr(d.at), btrfsSnapDestroy, unsafe.Pointer(&arg)); err != nil {
+		return &os.PathError{Op: "delete subvolume", Path: d.live(id), Err: err}
+	}
 	return nil
 }
 
-// destroy deletes a subvolume; the kernel frees its space in the background.
-func (d *subvolumes) destroy(path string) error {
+// discard deletes a subvolume anywhere; one that is not there is no error.
+func (d *subvolumes) discard(path string) error {
 	return onFolder(filepath.Dir(path), func(fd uintptr) error {
 		arg := volumeArgs(filepath.Base(path))
 		if err := ioctl(fd, btrfsSnapDestroy, unsafe.Pointer(&arg)); err != nil && !errors.Is(err, unix.ENOENT) {
@@ -435,14 +451,15 @@ func (d *subvolumes) snapshot(id string) (string, func() error, error) {
 	if err != nil {
 		return "", nil, err
 	}
-	return filepath.Join(aside, "upper"), func() error { return d.destroy(aside) }, nil
+	return filepath.Join(aside, "upper"), func() error { return d.discard(aside) }, nil
 }
 
-// sweep deletes what is in the trash, and the quota groups of subvolumes that are gone: before 6.12 the kernel keeps them,
-// and each makes every commit longer.
-func (d *subvolumes) sweep(ctx context.Context) error {
-	err := d.sweepTrash(ctx, d.destroy)
-	return errors.Join(err, onFolder(d.root, func(fd uintptr) error {
+func (d *subvolumes) sweep(ctx context.Context) error { return d.sweepTrash(ctx, d.discard) }
+
+// tidy removes the quota groups of subvolumes that are gone: before 6.12 the kernel keeps them, and each makes every commit longer.
+// It reads all that there are.
+func (d *subvolumes) tidy(ctx context.Context) error {
+	return onFolder(d.root, func(fd uintptr) error {
 		generation, err := generation(fd) // first: what is read below is at least as new
 		if err != nil {
 			return err
@@ -474,7 +491,7 @@ func (d *subvolumes) sweep(ctx context.Context) error {
 			_ = ioctl(fd, btrfsQgroupCreate, unsafe.Pointer(&arg)) // busy while a snapshot has its extents: another time
 		}
 		return ctx.Err()
-	}))
+	})
 }
 
 // roots are the subvolumes there are.
@@ -507,6 +524,10 @@ func commit(fd uintptr) error {
 }
 
 func (d *subvolumes) close() error {
+	if d.at >= 0 {
+		unix.Close(d.at)
+		d.at = -1
+	}
 	if d.mount == "" {
 		return nil
 	}

@@ -86,18 +86,21 @@ func (f folders) list() ([]string, error) {
 	return out, nil
 }
 
-// subfolders makes upper and work in a folder. The mode of upper becomes that of the sandbox's root.
-func subfolders(dir string) error {
+// subfolders makes upper and work in the folder at, whose path is for errors. The mode of upper becomes that of the sandbox's root.
+func subfolders(at int, dir string) error {
 	for _, s := range []struct {
 		name string
-		mode os.FileMode
+		mode uint32
 	}{{"upper", 0o755}, {"work", 0o700}} {
-		p := filepath.Join(dir, s.name)
-		if err := os.Mkdir(p, s.mode); err != nil {
-			return err
+		if err := unix.Mkdirat(at, s.name, s.mode); err != nil {
+			return &os.PathError{Op: "mkdir", Path: filepath.Join(dir, s.name), Err: err}
 		}
-		if err := os.Chmod(p, s.mode); err != nil { // whatever the umask
-			return err
+		var st unix.Stat_t
+		if unix.Fstatat(at, s.name, &st, unix.AT_SYMLINK_NOFOLLOW) == nil && st.Mode&0o7777 == s.mode {
+			continue
+		}
+		if err := unix.Fchmodat(at, s.name, s.mode, 0); err != nil { // whatever the umask
+			return &os.PathError{Op: "chmod", Path: filepath.Join(dir, s.name), Err: err}
 		}
 	}
 	return nil

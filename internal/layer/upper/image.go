@@ -98,7 +98,7 @@ func (d *images) mount(id string, limit int64) (Upper, error) {
 		}
 	}
 	if _, err := os.Lstat(filepath.Join(dir, "upper")); errors.Is(err, os.ErrNotExist) {
-		if err := subfolders(dir); err != nil {
+		if err := onFolder(dir, func(fd uintptr) error { return subfolders(int(fd), dir) }); err != nil {
 			return Upper{}, err
 		}
 	}

@@ -388,25 +388,50 @@ func (p *Pool) wake() {
 const (
 	sweepEvery = time.Minute
 	sweepWait  = 200 * time.Millisecond // gathers removals
+	tidyEvery  = 5 * time.Second
 )
+
+// tidier is a driver with work behind removals that frees no space and costs the more the more uppers there are.
+type tidier interface {
+	tidy(ctx context.Context) error // may be called at any time
+}
 
 // Run does the slow parts of removals until the context ends.
 func (p *Pool) Run(ctx context.Context) error {
 	ticker := time.NewTicker(sweepEvery)
 	defer ticker.Stop()
+	t, tidies := p.d.(tidier)
+	later := time.NewTimer(tidyEvery)
+	defer later.Stop()
+	armed := true
+	swept := func() error {
+		if !armed {
+			armed = true
+			later.Reset(tidyEvery)
+		}
+		return p.d.sweep(ctx)
+	}
 	for {
+		var err error
 		select {
 		case <-ctx.Done():
 			return nil
+		case <-later.C:
+			armed = false
+			if tidies {
+				err = t.tidy(ctx)
+			}
 		case <-ticker.C:
+			err = swept()
 		case <-p.kick:
 			select {
 			case <-ctx.Done():
 				return nil
 			case <-time.After(sweepWait):
 			}
+			err = swept()
 		}
-		if err := p.d.sweep(ctx); err != nil && ctx.Err() == nil {
+		if err != nil && ctx.Err() == nil {
 			p.log.Warn("sweep removed uppers", "error", err)
 		}
 	}

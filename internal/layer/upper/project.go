@@ -176,11 +176,8 @@ func (d *projects) create(id string, r Request) (Upper, error) {
 		if err := ioctl(fd, fsSetXattr, unsafe.Pointer(&x)); err != nil {
 			return fmt.Errorf("project of a folder: %w: %w", sandbox.ErrUnsupported, err)
 		}
-		return nil
+		return subfolders(int(fd), aside)
 	})
-	if err == nil {
-		err = subfolders(aside)
-	}
 	if err == nil {
 		err = d.place(aside, id)
 	}

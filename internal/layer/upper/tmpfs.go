@@ -42,7 +42,7 @@ func (d *tmpfs) create(id string, r Request) (Upper, error) {
 	if err != nil {
 		return Upper{}, errors.Join(fmt.Errorf("mount tmpfs: %w", err), os.Remove(dir))
 	}
-	if err := subfolders(dir); err != nil {
+	if err := onFolder(dir, func(fd uintptr) error { return subfolders(int(fd), dir) }); err != nil {
 		return Upper{}, errors.Join(err, d.remove(id))
 	}
 	u := upperIn(id, dir, limit)
