@@ -28,6 +28,18 @@ type EnvironmentSpec struct {
 	User      string            `json:"user,omitempty"`
 	Cwd       string            `json:"cwd,omitempty"`
 	Resources sandbox.Resources `json:"resources,omitzero"`
+	// Image is set on one that was made of an OCI image.
+	Image *ImageFacts `json:"image,omitempty"`
+}
+
+// ImageFacts is what an OCI image says of how it is meant to be run. Nothing of it is started unless asked.
+type ImageFacts struct {
+	Ref        string            `json:"ref"`    // in full, as docker.io/library/python:3.12
+	Digest     string            `json:"digest"` // of the manifest; of the config where there was none
+	Arch       string            `json:"arch,omitempty"`
+	Entrypoint []string          `json:"entrypoint,omitempty"`
+	Cmd        []string          `json:"cmd,omitempty"`
+	Labels     map[string]string `json:"labels,omitempty"`
 }
 
 type stored struct {
