@@ -43,6 +43,7 @@ type Content struct {
 	block     uint32   // of the first octet when there are no holes, in the file that holds contents
 	chunks    []uint32 // block of each chunk when there are
 	chunkBits uint8
+	from      io.ReaderAt // of a content that was read: the file that holds it
 }
 
 // Stored is the space the content takes in the image, in octets.
@@ -200,6 +201,9 @@ func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
 func (w *Writer) Copy(from io.ReaderAt, c Content) (Content, error) {
 	if w.end {
 		return Content{}, fmt.Errorf("content after the end of data: %w", sandbox.ErrState)
+	}
+	if c.Sum == [sha256.Size]byte{} {
+		return Content{}, fmt.Errorf("copy of a content whose hash is not known: %w", sandbox.ErrState)
 	}
 	if old, ok := w.seen[c.Sum]; ok {
 		return old, nil

@@ -127,6 +127,44 @@ func (im *image) size(t testing.TB) int64 {
 	return n
 }
 
+// open reads the image back.
+func (im *image) open(t testing.TB) *erofs.Image {
+	t.Helper()
+	var data io.ReaderAt
+	if im.data != nil {
+		data = im.data
+	}
+	got, err := erofs.Open(im.meta, data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// readBack compares what erofs.Open reads with the tree that was written.
+func (im *image) readBack(t testing.TB, want []string) {
+	t.Helper()
+	root := im.open(t).Root
+	contents := map[*erofs.Inode][]byte{}
+	var walk func(in *erofs.Inode)
+	walk = func(in *erofs.Inode) {
+		for _, c := range in.Children {
+			walk(c)
+		}
+		if in.Mode&unix.S_IFMT == unix.S_IFREG && contents[in] == nil {
+			b, err := io.ReadAll(in.Data.Reader())
+			if err != nil {
+				t.Error(err)
+			}
+			contents[in] = b
+		}
+	}
+	walk(root)
+	if d := cmp.Diff(want, expect(root, contents)); d != "" {
+		t.Errorf("read back, want -, got +:\n%s", d)
+	}
+}
+
 func (im *image) mount(t testing.TB) string {
 	t.Helper()
 	return layertest.MountSplit(t, im.meta.Name(), im.dataName())
@@ -303,9 +341,11 @@ func TestEveryTypeThroughTheKernel(t *testing.T) {
 			t.Errorf("image has %d octets: equal contents or holes were stored", n)
 		}
 		mnt := im.mount(t)
-		if d := cmp.Diff(expect(root, contents), describe(t, mnt)); d != "" {
+		want := expect(root, contents)
+		if d := cmp.Diff(want, describe(t, mnt)); d != "" {
 			t.Errorf("tree, want -, got +:\n%s", d)
 		}
+		im.readBack(t, want)
 	})
 }
 
@@ -515,6 +555,7 @@ func TestRandomTrees(t *testing.T) {
 		root := grow(0)
 		im.finish(t, root)
 		want := expect(root, contents)
+		im.readBack(t, want)
 		t.Run("mounted", func(t *testing.T) {
 			if d := cmp.Diff(want, describe(t, im.mount(t))); d != "" {
 				t.Errorf("tree, want -, got +:\n%s", d)

@@ -46,6 +46,8 @@ type layout struct {
 	xattrs []byte
 	names  []string // of a folder, with "." and ".."
 	parent *Inode
+
+	entries []dirent // of a folder that is being read
 }
 
 // Finish writes the metadata of the tree and the superblock, and cuts the file to the image's size, which it returns. The
