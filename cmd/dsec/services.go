@@ -44,11 +44,12 @@ func (keeperCmd) Run() error { return errors.New("the keeper is started by its h
 
 // hostFlags are what a host needs beside its places.
 type hostFlags struct {
-	PoolSize   size   `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
-	PoolDriver string `help:"Force a pool driver: btrfs, btrfs-pool, project, ext4-image or tmpfs." placeholder:"NAME"`
-	StoreDir   string `name:"store" help:"Folder that holds the layers (default: STATE/store)." type:"path" placeholder:"FOLDER"`
-	UIDBase    uint32 `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
-	Slots      int    `help:"Sandboxes that may live at once." placeholder:"N"`
+	PoolSize   size    `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
+	PoolDriver string  `help:"Force a pool driver: btrfs, btrfs-pool, project, ext4-image or tmpfs." placeholder:"NAME"`
+	StoreDir   string  `name:"store" help:"Folder that holds the layers (default: STATE/store)." type:"path" placeholder:"FOLDER"`
+	UIDBase    *uint32 `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
+	Slots      *int    `help:"Sandboxes that may live at once." placeholder:"N"`
+	Forget     bool    `name:"forget-unknown" help:"End living sandboxes that the log does not know, instead of refusing to start."`
 }
 
 // machine is a host with all that runs for it.
@@ -74,6 +75,9 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	defer func() {
 		if err != nil {
 			opened.close()
+			if opened.pool != nil { // no Run of it has begun, and what lives keeps its own mounts
+				err = errors.Join(err, opened.pool.Close())
+			}
 		}
 	}()
 	if m.id, err = identity(p.State); err != nil {
@@ -97,6 +101,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if err != nil {
 		return nil, err
 	}
+	hc.ForgetUnknown, hc.LogDir = f.Forget, filepath.Join(p.State, "log")
 	// After the settings were read, so that a slip in them leaves no mount behind.
 	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
 		return nil, err
@@ -129,8 +134,18 @@ func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (con
 	}
 	cc := container.Config{
 		Instance: instance(id), Host: string(id), StateDir: filepath.Join(p.State, "container"), RunDir: filepath.Join(p.RunDir, "keeper-"+instance(id)),
-		UIDBase: f.UIDBase, Slots: f.Slots, Guest: guest, Seccomp: filter, Events: events,
+		Guest: guest, Seccomp: filter, Events: events,
 		LeaveDynmods: p.settings.Host.LeaveDynmods, NetnsPool: p.settings.Host.NetnsPool,
+	}
+	if f.UIDBase != nil {
+		if cc.UIDBase = *f.UIDBase; cc.UIDBase == 0 {
+			return cc, fmt.Errorf("--uid-base 0: those below 65536 are the machine's own users; leave it out for the default: %w", sandbox.ErrInvalid)
+		}
+	}
+	if f.Slots != nil {
+		if cc.Slots = *f.Slots; cc.Slots < 1 {
+			return cc, fmt.Errorf("--slots %d: at least 1; leave it out for the default: %w", cc.Slots, sandbox.ErrInvalid)
+		}
 	}
 	cc.Network.Off = p.settings.Network.Off
 	for _, r := range p.settings.Network.Ranges {
@@ -177,7 +192,8 @@ func (m *machine) close() {
 }
 
 // serve runs the host until ctx ends. With stop, all sandboxes are stopped then and the keeper and the pool go too.
-func (m *machine) serve(ctx context.Context, stop bool, listeners ...net.Listener) error {
+// It calls up when what lives was taken back.
+func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...net.Listener) error {
 	guard, err := rpc.ClusterGuard(m.token)
 	if err != nil {
 		return err
@@ -204,9 +220,16 @@ func (m *machine) serve(ctx context.Context, stop bool, listeners ...net.Listene
 	}
 	hostCtx, endHost := context.WithCancel(below)
 	defer endHost()
-	var outer errgroup.Group
-	outer.Go(func() error { return m.host.Run(hostCtx) })
-	outer.Go(func() error { return server.Run(hostCtx, listeners...) })
+	outer, both := errgroup.WithContext(hostCtx) // a host that refuses to start ends its server too
+	outer.Go(func() error { return m.host.Run(both) })
+	outer.Go(func() error { return server.Run(both, listeners...) })
+	go func() {
+		select {
+		case <-m.host.Ready():
+			up()
+		case <-both.Done():
+		}
+	}()
 	failed := make(chan error, 1)
 	go func() { failed <- outer.Wait() }()
 	select {
@@ -385,9 +408,11 @@ func (x *upCmd) Run(ctx context.Context) error {
 	}
 	defer m.close()
 	m.local = local
-	logger.Info("dsec is up", "host", m.id, "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"), "pool", m.pool.Describe().Driver)
+	up := func() {
+		logger.Info("dsec is up", "host", m.id, "socket", filepath.Join(x.RunDir, "dsec.sock"), "address", x.Listen, "key_file", filepath.Join(x.RunDir, "key"), "pool", m.pool.Describe().Driver)
+	}
 	g, run := errgroup.WithContext(ctx)
-	g.Go(func() error { return m.serve(run, !x.Keep, hostListener) })
+	g.Go(func() error { return m.serve(run, !x.Keep, up, hostListener) })
 	g.Go(func() error { return e.serve(run, listeners...) })
 	err = g.Wait()
 	if !x.Keep {
@@ -474,8 +499,10 @@ func (x *hostCmd) Run(ctx context.Context) error {
 		return err
 	}
 	defer m.close()
-	logger.Info("host is up", "host", m.id, "listen", x.Listen, "pool", m.pool.Describe().Driver)
-	err = m.serve(ctx, x.StopAll, l)
+	up := func() {
+		logger.Info("host is up", "host", m.id, "listen", x.Listen, "pool", m.pool.Describe().Driver)
+	}
+	err = m.serve(ctx, x.StopAll, up, l)
 	if x.StopAll {
 		err = errors.Join(err, m.pool.Close())
 	}

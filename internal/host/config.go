@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -27,6 +28,10 @@ type Config struct {
 	DiskReserve   int64         // octets of free disk for sandboxes below which none is admitted
 	LogReserve    int64         // octets of free log space below which none is admitted
 	Retention     time.Duration // of records and logs after a job's last sandbox, where the job names none
+	// ForgetUnknown ends living sandboxes that the log does not know. Without it a host that finds such refuses to start: its log was
+	// lost, damaged or is another's, and what lives may be worth more than a quick start.
+	ForgetUnknown bool
+	LogDir        string // where the log lies, for error texts
 }
 
 // Default is a configuration for a machine of any size; ID and Dir are the caller's to set.
@@ -84,6 +89,7 @@ type Log interface {
 	Trajectories() []trajectory.Info
 	Remove(ctx context.Context, ids ...trajectory.ID) error
 	NewInputWriter() *trajectory.InputWriter
+	OpenInput(in *trajectory.Input) (io.ReadCloser, error)
 	Space() trajectory.Space
 }
 

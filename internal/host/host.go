@@ -158,6 +158,9 @@ func (h *Host) wait(ctx context.Context) error {
 	}
 }
 
+// Ready is closed when what a previous host left was taken back.
+func (h *Host) Ready() <-chan struct{} { return h.ready }
+
 // Drain makes the host refuse new sandboxes, or take them again.
 func (h *Host) Drain(on bool) {
 	h.mu.Lock()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -213,8 +214,11 @@ type orphan struct {
 // recover takes back what the last host left.
 func (h *Host) recover(ctx context.Context) error {
 	start := time.Now()
-	orphans, half, err := h.reread(ctx)
+	orphans, half, known, err := h.reread(ctx)
 	if err != nil {
+		return err
+	}
+	if err := h.checkUnknown(ctx, known); err != nil {
 		return err
 	}
 	for _, b := range half {
@@ -270,8 +274,45 @@ func (h *Host) sweep(ctx context.Context, name string, be sandbox.Backend, livin
 	return nil
 }
 
-// reread makes boxes and jobs of the log.
-func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, err error) {
+// holder is a backend that can tell what lives before it is swept.
+type holder interface {
+	Holds(ctx context.Context) ([]sandbox.ID, error)
+}
+
+// checkUnknown refuses to go on when sandboxes live that the log does not know: the sweep would end them. A create is recorded before its
+// sandbox is born, so this is never the trace of a crash of ours.
+func (h *Host) checkUnknown(ctx context.Context, known map[sandbox.ID]bool) error {
+	for name, be := range h.deps.Backends {
+		k, ok := be.(holder)
+		if !ok {
+			continue
+		}
+		held, err := k.Holds(ctx)
+		if err != nil {
+			return fmt.Errorf("list what lives in backend %s: %w", name, err)
+		}
+		held = slices.DeleteFunc(slices.Clone(held), func(id sandbox.ID) bool { return known[id] })
+		if len(held) == 0 {
+			continue
+		}
+		slices.Sort(held)
+		some := fmt.Sprint(held[:min(len(held), 5)])
+		if len(held) > 5 {
+			some += fmt.Sprintf(" and %d more", len(held)-5)
+		}
+		if h.cfg.ForgetUnknown {
+			h.log.Warn("living sandboxes that the log does not know are ended, as --forget-unknown says", "backend", name, "count", len(held), "sandboxes", some, "log", h.cfg.LogDir)
+			continue
+		}
+		return fmt.Errorf("%d living sandboxes are unknown to the log in %s: %s; it was removed, damaged or is another's. Bring the right log back, or end these sandboxes by a start with --forget-unknown: %w",
+			len(held), h.cfg.LogDir, some, sandbox.ErrState)
+	}
+	return nil
+}
+
+// reread makes boxes and jobs of the log. known are all sandboxes that it tells of, also those that never came to life.
+func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known map[sandbox.ID]bool, err error) {
+	known = map[sandbox.ID]bool{}
 	var mu sync.Mutex
 	var g errgroup.Group
 	g.SetLimit(runtime.GOMAXPROCS(0))
@@ -284,6 +325,11 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, err e
 				return h.rereadJob(ctx, t.ID)
 			}
 			b, st, err := h.rereadBox(ctx, t.ID)
+			if err == nil && st != nil {
+				mu.Lock()
+				known[st.id] = true
+				mu.Unlock()
+			}
 			if err != nil || b == nil {
 				return err
 			}
@@ -301,12 +347,12 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, err e
 		})
 	}
 	if err := g.Wait(); err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	return orphans, half, ctx.Err()
+	return orphans, half, known, ctx.Err()
 }
 
-// rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of.
+// rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of. The story is nil where the log does not know one.
 func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, error) {
 	st, err := h.tell(ctx, id, lifeStory)
 	if err == nil && !st.void && !st.state.Ended() {
@@ -316,14 +362,14 @@ func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, e
 	case err != nil:
 		return nil, nil, err
 	case st.create == nil:
-		h.log.Error("a trajectory has lost its create record; what is left of its sandbox is removed", "trajectory", id)
+		h.log.Error("a trajectory has lost its create record", "trajectory", id)
 		return nil, nil, nil
 	case st.void:
-		return nil, nil, nil
+		return nil, st, nil
 	}
 	b, err := h.retell(id, st)
 	if err != nil {
-		h.log.Error("a trajectory can't be taken back; what is left of its sandbox is removed", "trajectory", id, "err", err)
+		h.log.Error("a trajectory can't be taken back", "trajectory", id, "err", err)
 		return nil, nil, nil
 	}
 	return b, st, nil

@@ -1,10 +1,14 @@
 package host
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -56,6 +60,58 @@ func TestRestartLeavesCommandsRunning(t *testing.T) {
 			t.Fatalf("%q", got)
 		}
 	})
+}
+
+// A log that lost what lives, in whatever way, is no reason to end it: the host does not start, names the log and the way on.
+func TestUnknownLivingRefuseTheStart(t *testing.T) {
+	for name, lose := range map[string]func(t *testing.T, log string){
+		"removed": func(t *testing.T, log string) {
+			if err := os.RemoveAll(log); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"overwritten": func(t *testing.T, log string) {
+			files, err := filepath.Glob(log + "/*")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range files {
+				if st, err := os.Stat(f); err == nil && st.Mode().IsRegular() && st.Size() > 0 {
+					if err := os.WriteFile(f, bytes.Repeat([]byte{0xa5}, int(st.Size())), 0o600); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			forget := false
+			r := newRig(t, fake.Options{}, func(c *Config, d *Deps) { c.ForgetUnknown, c.LogDir = forget, "/the/log" })
+			b := r.create("k")
+			b.mustStart(t, "run", "hang")
+			r.stop()
+			lose(t, r.dir+"/log")
+			r.refusal = make(chan error, 1)
+			r.start()
+			err := <-r.refusal
+			for _, want := range []string{"/the/log", "--forget-unknown", string(b.id)} {
+				if !errors.Is(err, sandbox.ErrState) || !strings.Contains(err.Error(), want) {
+					t.Errorf("error %v, want it to name %s", err, want)
+				}
+			}
+			if alive := r.world.Alive(); len(alive) != 1 {
+				t.Fatalf("alive after a refused start: %v", alive)
+			}
+			r.refusal, forget = nil, true
+			r.restart()
+			if err := r.h.wait(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+			if alive := r.world.Alive(); len(alive) != 0 {
+				t.Fatalf("alive although it was to be forgotten: %v", alive)
+			}
+		})
+	}
 }
 
 func TestKeeperLost(t *testing.T) {

@@ -24,6 +24,8 @@ type rig struct {
 	world  *fake.World
 	config func(*Config, *Deps)
 	fuse   *fuse // of the running host
+	// refusal takes the error of a start that is meant to fail; it has room for one.
+	refusal chan error
 
 	log    *trajectory.Log
 	h      *Host
@@ -71,7 +73,12 @@ func (r *rig) start() {
 	r.done.Go(func() { log.Run(ctx) })
 	h := r.h
 	r.done.Go(func() {
-		if err := h.Run(ctx); err != nil && ctx.Err() == nil && !errors.Is(err, errBlown) {
+		err := h.Run(ctx)
+		switch {
+		case err == nil || ctx.Err() != nil || errors.Is(err, errBlown):
+		case r.refusal != nil:
+			r.refusal <- err
+		default:
 			r.t.Errorf("run: %v", err)
 		}
 	})
@@ -313,6 +320,10 @@ func (b *fusedBackend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox
 		return err
 	})
 	return &fusedInstance{inst, b.f}, err
+}
+
+func (b *fusedBackend) Holds(ctx context.Context) ([]sandbox.ID, error) {
+	return b.Backend.(holder).Holds(ctx)
 }
 
 func (b *fusedBackend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"sync"
 	"time"
 
@@ -344,6 +345,9 @@ func (b *Backend) took(run context.Context, c *keeper.Client, first bool, wg *sy
 		if err != nil {
 			return fmt.Errorf("list living sandboxes: %w", err)
 		}
+		if err := b.checkRange(alive); err != nil {
+			return err
+		}
 		b.foundAlive(alive)
 	}
 	info := c.Info()
@@ -363,6 +367,31 @@ func (b *Backend) took(run context.Context, c *keeper.Client, first bool, wg *sy
 		if err := c.Deliver(ctx); err != nil {
 			return fmt.Errorf("ask for events: %w", err)
 		}
+	}
+	return nil
+}
+
+// uidsName is the file in the state folder that says which uid range the last start used.
+const uidsName = "uids"
+
+// checkRange refuses to go on when a sandbox lives outside of the configured uid range: it could neither be taken back nor be told
+// apart from those of others. Else the range is noted, for the error of a later start.
+func (b *Backend) checkRange(alive []keeper.Alive) error {
+	file := filepath.Join(b.cfg.StateDir, uidsName)
+	for _, a := range alive {
+		if _, ok := b.slots.of(a.Birth.UIDBase); ok {
+			continue
+		}
+		was := fmt.Sprintf("it has the uids from %d on", a.Birth.UIDBase)
+		if text, err := os.ReadFile(file); err == nil && len(text) < 200 {
+			was = "they were started with " + strings.TrimSpace(string(text))
+		}
+		return fmt.Errorf("sandbox %s lives outside of --uid-base %d --slots %d, as do perhaps others; %s. Start with that, or stop them first: %w",
+			a.ID, b.cfg.UIDBase, b.cfg.Slots, was, sandbox.ErrState)
+	}
+	text := fmt.Sprintf("--uid-base %d --slots %d\n", b.cfg.UIDBase, b.cfg.Slots)
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		return fmt.Errorf("note the uid range: %w", err)
 	}
 	return nil
 }
@@ -451,6 +480,23 @@ func (b *Backend) retryUndone(ctx context.Context) {
 			b.log.Error("remains of a failed create", "sandbox", x.id, "err", err)
 		}
 	}
+}
+
+// Holds lists the sandboxes that live in the keeper.
+func (b *Backend) Holds(ctx context.Context) ([]sandbox.ID, error) {
+	c, err := b.link(ctx)
+	if err != nil {
+		return nil, err
+	}
+	alive, err := c.List(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("list living sandboxes: %w", err)
+	}
+	var ids []sandbox.ID
+	for _, a := range alive {
+		ids = append(ids, a.ID)
+	}
+	return ids, nil
 }
 
 // Sweep destroys everything of this instance that belongs to none of the living, and from then on takes events.

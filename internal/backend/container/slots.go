@@ -31,8 +31,14 @@ type slots struct {
 }
 
 func newSlots(base uint32, count int) (*slots, error) {
-	if base < 65536 || count < 1 || uint64(base)+uint64(count)*slotWidth > 1<<32-2 {
-		return nil, fmt.Errorf("uid range: %d slots of %d from %d do not fit between 65536 and 4294967294: %w", count, slotWidth, base, sandbox.ErrInvalid)
+	switch {
+	case base < 65536:
+		return nil, fmt.Errorf("--uid-base %d: those below 65536 are the machine's own users; take 65536 or more (default %d): %w", base, DefaultUIDBase, sandbox.ErrInvalid)
+	case count < 1:
+		return nil, fmt.Errorf("--slots %d: at least 1: %w", count, sandbox.ErrInvalid)
+	case uint64(base)+uint64(count)*slotWidth > 1<<32-2:
+		most := (1<<32 - 2 - uint64(base)) / slotWidth
+		return nil, fmt.Errorf("--slots %d: a slot has %d uids, and from --uid-base %d on there is room for %d: %w", count, slotWidth, base, most, sandbox.ErrInvalid)
 	}
 	s := &slots{base: base, count: count, used: map[int]sandbox.ID{}}
 	for n := count - 1; n >= 0; n-- {

@@ -272,6 +272,9 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, _ *sandbox.Spec, h
 	return &instance{b: b, x: x}, nil
 }
 
+// Holds lists what lives, for a host that asks before it sweeps.
+func (b *Backend) Holds(context.Context) ([]sandbox.ID, error) { return b.w.Alive(), nil }
+
 // Sweep implements [sandbox.Backend].
 func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 	if err := b.w.hook(ctx, OpSweep, "", ""); err != nil {
