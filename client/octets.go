@@ -1,6 +1,8 @@
 package client
 
 import (
+	"maps"
+	"slices"
 	"unicode/utf8"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
@@ -40,10 +42,10 @@ func envVars(env map[string]string, secret []string) []*dsecv1.EnvVar {
 		hidden[s] = true
 	}
 	var out []*dsecv1.EnvVar
-	for k, v := range env {
+	for _, k := range slices.Sorted(maps.Keys(env)) { // always the same order: the same step key is the same request
 		e := &dsecv1.EnvVar{Secret: hidden[k]}
 		e.Name, e.NameRaw = octets(k)
-		e.Value, e.ValueRaw = octets(v)
+		e.Value, e.ValueRaw = octets(env[k])
 		out = append(out, e)
 	}
 	return out

@@ -14,13 +14,36 @@ import (
 )
 
 type logsCmd struct {
+	Show showLogsCmd   `cmd:"" default:"withargs" help:"Show the trajectory of a sandbox."`
+	Rm   removeLogsCmd `cmd:"" help:"Remove the trajectories of ended sandboxes."`
+}
+
+type removeLogsCmd struct {
+	Job   string        `help:"Of this job as a whole; its name and keys are used up then." placeholder:"JOB"`
+	Older time.Duration `help:"Of what ended longer ago, as in 72h." placeholder:"DURATION"`
+}
+
+func (x *removeLogsCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	n, err := cl.RemoveLogs(ctx, x.Job, x.Older)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("removed %d trajectories\n", n)
+	return nil
+}
+
+type showLogsCmd struct {
 	ID     string `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
 	Follow bool   `short:"f" help:"Go on until the sandbox has ended."`
 	From   int64  `help:"First sequence number." default:"1"`
 	Quiet  bool   `short:"q" help:"Without the output of the commands."`
 }
 
-func (x *logsCmd) Run(ctx context.Context, c *cli) error {
+func (x *showLogsCmd) Run(ctx context.Context, c *cli) error {
 	cl, err := c.client(ctx)
 	if err != nil {
 		return err
@@ -52,6 +75,9 @@ func printRecord(r *dsecv1.LogRecord) error {
 			head = strings.Repeat(" ", len(head))
 		}
 		return nil
+	case "verdict":
+		_, err := fmt.Printf("%s %s\n", head, verdictText(r.Verdict))
+		return err
 	case "end":
 		_, err := fmt.Printf("%s %s %s\n", head, r.Step, outcomeText(r.Outcome))
 		return err

@@ -23,7 +23,7 @@ type cli struct {
 	URL     string           `help:"Server: http://host:port, https://host:port or unix:/path." env:"DSEC_URL" placeholder:"URL"`
 	Key     string           `help:"API key." env:"DSEC_KEY" placeholder:"KEY"`
 	KeyFile string           `help:"File that holds the API key." env:"DSEC_KEY_FILE" placeholder:"FILE"`
-	Output  string           `short:"o" help:"Output: text or json." enum:"text,json" default:"text"`
+	Output  string           `short:"o" help:"Output: text or json; of export: the file." default:"text" placeholder:"FORM"`
 	Version kong.VersionFlag `help:"Print the version."`
 
 	Run      runCmd      `cmd:"" group:"sandboxes" help:"Run one command in a new sandbox and stop it afterwards."`
@@ -36,7 +36,9 @@ type cli struct {
 	Stop     stopCmd     `cmd:"" group:"sandboxes" help:"Stop sandboxes by ID, name, label or job."`
 	Pause    pauseCmd    `cmd:"" group:"sandboxes" help:"Freeze sandboxes; any request wakes them."`
 	Resume   resumeCmd   `cmd:"" group:"sandboxes" help:"Wake paused sandboxes."`
-	Logs     logsCmd     `cmd:"" group:"sandboxes" help:"Show the trajectory of a sandbox: every step, with its output."`
+	Logs     logsCmd     `cmd:"" group:"sandboxes" help:"Show the trajectory of a sandbox: every step, with its output; or remove trajectories."`
+	Verdict  verdictCmd  `cmd:"" group:"sandboxes" help:"Attach a reward and metadata to a trajectory."`
+	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
 
@@ -128,6 +130,14 @@ func explain(err error) string {
 		return "interrupted"
 	}
 	return text
+}
+
+// Validate checks what the form of the output may be: export takes a file there.
+func (c *cli) Validate(k *kong.Context) error {
+	if c.Output == "text" || c.Output == "json" || bare(k.Command()) == "export" {
+		return nil
+	}
+	return fmt.Errorf("--output %q: want text or json", c.Output)
 }
 
 func (c *cli) client(ctx context.Context) (*client.Client, error) {

@@ -78,7 +78,10 @@ type fakeJobs struct {
 	dsecv1connect.UnimplementedJobServiceHandler
 	h *fakeHost
 }
-type fakeLogs struct{ h *fakeHost }
+type fakeLogs struct {
+	dsecv1connect.UnimplementedLogServiceHandler
+	h *fakeHost
+}
 
 func newFakeHost(t testing.TB, id sandbox.HostID) *fakeHost {
 	t.Helper()
@@ -604,4 +607,19 @@ func eventually(t *testing.T, what string, f func() bool) {
 		time.Sleep(5 * time.Millisecond)
 	}
 	t.Fatal("never: " + what)
+}
+
+func (s fakeLogs) Export(ctx context.Context, r *connect.Request[dsecv1.ExportRequest], out *connect.ServerStream[dsecv1.ExportResponse]) error {
+	return out.Send(&dsecv1.ExportResponse{Rows: []string{`{"sandbox":"` + string(s.h.id) + `"}`}})
+}
+
+func (s fakeLogs) SetVerdict(ctx context.Context, r *connect.Request[dsecv1.SetVerdictRequest]) (*connect.Response[dsecv1.SetVerdictResponse], error) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	b, err := s.h.get(ctx, r.Msg.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	b.Verdict = r.Msg.Verdict
+	return connect.NewResponse(&dsecv1.SetVerdictResponse{Verdict: b.Verdict}), nil
 }

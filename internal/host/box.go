@@ -65,6 +65,9 @@ type box struct {
 	timer  *time.Timer
 	wakeAt time.Time // when timer fires
 
+	summary *dsecv1.Summary // once it has ended; never changed
+	verdicts
+
 	*history // of what was asked of it; empty once it has ended: load reads it from the log then
 	files    map[string]*fileConn
 	denied   limiter
@@ -76,6 +79,7 @@ type history struct {
 	steps    map[string]*step
 	order    []*step // commands, by seq
 	sessions map[string]*session
+	retries  int64 // starts under a key that had been started before
 }
 
 func newHistory() *history {
@@ -225,6 +229,7 @@ func (b *box) proto() *dsecv1.Sandbox {
 	p.Lifetime = rpc.LifetimeProto(b.life)
 	p.Created, p.Ended = rpc.Timestamp(b.created), rpc.Timestamp(b.over)
 	p.Notes = maps.Clone(b.notes)
+	p.Summary, p.Verdict = b.summary, b.verdict
 	if !b.state.Ended() {
 		p.TotalDeadline = rpc.Timestamp(b.total)
 		if b.state == sandbox.Running && b.active == 0 && b.life.Idle > 0 {

@@ -339,6 +339,7 @@ func (b *box) void(s *step, err error) error {
 	}
 	b.mu.Lock()
 	b.unlist(s)
+	b.retries++ // whoever asked sends it again
 	b.mu.Unlock()
 	b.giveUp(s, err)
 	return err

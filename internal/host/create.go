@@ -338,7 +338,7 @@ func (h *Host) stillborn(b *box, err error) bool {
 		return false
 	}
 	if recorded {
-		if _, aerr := b.append(stateRecord(sandbox.Stopped, "", cause, nil)); aerr != nil {
+		if _, aerr := b.append(endOf(sandbox.Stopped, cause, b.sumUp(cause, nil))); aerr != nil {
 			h.log.Error("record a stopped creation", "sandbox", b.id, "err", aerr)
 		}
 	} else {

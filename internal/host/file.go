@@ -345,6 +345,7 @@ func (b *box) claimBody(ctx context.Context, u upload, payload []byte) (s *step,
 		before = &dsecv1.LogRecord{}
 	}
 	s.state = beginning
+	b.retries++
 	return s, before, true, nil
 }
 

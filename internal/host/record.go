@@ -42,6 +42,7 @@ const (
 	tagUpload   tag = 'u' // UploadRequest without data
 	tagJob      tag = 'J' // Job
 	tagEvent    tag = 'E' // LogRecord: kind, step, request_json as text
+	tagVerdict  tag = 'v' // Verdict
 )
 
 // message returns an empty message of a tag and the kind that LogService names it by.
@@ -83,6 +84,8 @@ func (t tag) message() (proto.Message, string) {
 		return &dsecv1.Job{}, "job"
 	case tagEvent:
 		return &dsecv1.LogRecord{}, "event"
+	case tagVerdict:
+		return &dsecv1.Verdict{}, "verdict"
 	}
 	return nil, ""
 }
@@ -241,7 +244,7 @@ func logRecord(r *trajectory.Record, output bool) *dsecv1.LogRecord {
 		Step: strings.ToValidUTF8(r.Step, "\uFFFD"), Offset: r.Offset, Late: r.Flags&trajectory.Late != 0,
 	}
 	if in := r.Input; in != nil {
-		p.Length, p.Sha256 = in.Size, hex.EncodeToString(in.SHA256[:])
+		p.Length, p.Sha256, p.Input = in.Size, hex.EncodeToString(in.SHA256[:]), in.Kept.String()
 		if output && in.Kept == trajectory.KeptInline {
 			p.Data = in.Data
 		}
@@ -268,7 +271,7 @@ func logRecord(r *trajectory.Record, output bool) *dsecv1.LogRecord {
 	case *dsecv1.Outcome:
 		p.Outcome = m
 	case *dsecv1.LogRecord:
-		p.Outcome, p.Cause, p.State = m.Outcome, m.Cause, m.State
+		p.Outcome, p.Cause, p.State, p.Summary = m.Outcome, m.Cause, m.State, m.Summary
 		if t == tagResult && m.Sha256 != "" {
 			p.Sha256 = m.Sha256
 		}
@@ -276,6 +279,8 @@ func logRecord(r *trajectory.Record, output bool) *dsecv1.LogRecord {
 		if t == tagEvent {
 			p.Kind = m.Kind
 		}
+	case *dsecv1.Verdict:
+		p.Verdict = m
 	case *dsecv1.WriteRequest:
 		if m.GetAppend() {
 			p.Kind = "append"

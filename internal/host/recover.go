@@ -37,12 +37,14 @@ type story struct {
 	changes []*dsecv1.Lifetime
 	total   time.Time       // a deadline that was set later; zero is the create's
 	loose   map[string]bool // sessions that were asked for and not told open
+	summary *dsecv1.Summary
+	verdicts
 }
 
 // What of a trajectory is read: all but outputs, or what says whether its sandbox lives, which is all that is needed of most.
 var (
 	wholeStory = trajectory.Except(trajectory.KindOutput)
-	lifeStory  = trajectory.Kinds(trajectory.KindCreate, trajectory.KindState, trajectory.KindPolicy, trajectory.KindVoid)
+	lifeStory  = trajectory.Kinds(trajectory.KindCreate, trajectory.KindState, trajectory.KindPolicy, trajectory.KindVoid, trajectory.KindVerdict)
 )
 
 // tell reads a trajectory's records of some kinds. A record that the disk lost is skipped and told in the log.
@@ -75,6 +77,7 @@ func (st *story) add(r *trajectory.Record) error {
 			st.void = true
 		} else if s := st.steps[r.Step]; s != nil {
 			delete(st.steps, r.Step)
+			st.retries++
 			for i := range st.order {
 				if st.order[i] == s {
 					st.order = append(st.order[:i], st.order[i+1:]...)
@@ -91,6 +94,8 @@ func (st *story) add(r *trajectory.Record) error {
 	switch m := m.(type) {
 	case *dsecv1.HostCreateRequest:
 		*st = story{history: newHistory(), loose: map[string]bool{}, create: m, id: sandbox.ID(r.Step), seq: r.Seq, created: r.Wall, state: sandbox.Creating}
+	case *dsecv1.Verdict:
+		st.note(m, r.Seq, r.Wall)
 	case *dsecv1.SetLifetimeRequest:
 		st.changes = append(st.changes, m.GetLifetime())
 		if ms := m.GetLifetime().GetTotalMs(); ms > 0 {
@@ -138,6 +143,8 @@ func (st *story) add(r *trajectory.Record) error {
 		if s == nil {
 			s = &step{id: r.Step, act: t, sum: digest(r.Payload, r.Input), seq: r.Seq}
 			st.steps[r.Step] = s
+		} else {
+			st.retries++
 		}
 		s.state, s.started = working, r.Wall
 	}
@@ -172,7 +179,7 @@ func (st *story) turn(r *trajectory.Record, m *dsecv1.LogRecord) {
 		st.level = ""
 	}
 	if to == sandbox.Stopping || to.Ended() {
-		st.cause, st.over = rpc.Cause(m.GetCause()), r.Wall
+		st.cause, st.over, st.summary = rpc.Cause(m.GetCause()), r.Wall, m.GetSummary()
 	}
 	if len(m.GetData()) > 0 {
 		st.handle, st.boot = m.GetData(), m.GetSha256()
@@ -191,6 +198,7 @@ func (h *Host) retell(id trajectory.ID, st *story) (*box, error) {
 	b := &box{
 		h: h, id: st.id, traj: id, spec: spec, sum: st.create.GetRequestHash(), seq: st.seq, state: st.state, level: st.level, cause: st.cause,
 		created: st.created, over: st.over, life: spec.Lifetime, total: st.total, last: time.Now(), history: newHistory(),
+		summary: st.summary, verdicts: st.verdicts,
 	}
 	for _, c := range st.changes {
 		if l, err := rpc.Lifetime(c); err == nil { // was valid when it was recorded

@@ -63,12 +63,13 @@ func (h *Host) finish(b *box) {
 		}
 	}
 	b.closeFiles()
+	used := b.lastStats(inst)
 	if inst != nil && !h.destroy(b, inst) {
 		return
 	}
 	b.quiet()
 	state, cause, recs := b.endings()
-	h.record(b, append(recs, stateRecord(state, "", cause, nil)))
+	h.record(b, append(recs, endOf(state, cause, b.sumUp(cause, used))))
 	h.close(b, state, cause)
 }
 

@@ -49,8 +49,9 @@ const (
 	KindEvent        Kind = 12 // something seen, such as a denial
 	KindRedo         Kind = 13 // a step executed again by restore; refers to the original
 	KindPolicy       Kind = 14 // a change of limits, TTL or network policy
+	KindVerdict      Kind = 15 // what a grader says of the trajectory
 
-	kindLast Kind = 14
+	kindLast Kind = 15
 
 	// Records of the log's own, never shown.
 	kindBind   Kind = 28 // gives a trajectory number its ID and epoch; the first of each trajectory in each segment
@@ -59,7 +60,7 @@ const (
 )
 
 var kindNames = [...]string{"", "create", "state", "step-start", "step-output", "step-end", "void", "session-open", "session-close",
-	"stdin", "signal", "resize", "event", "redo", "policy"}
+	"stdin", "signal", "resize", "event", "redo", "policy", "verdict"}
 
 func (k Kind) String() string {
 	if k >= 1 && k <= kindLast {

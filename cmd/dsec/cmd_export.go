@@ -1,0 +1,119 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"google.golang.org/protobuf/types/known/structpb"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/client"
+)
+
+type exportCmd struct {
+	Job    string            `help:"Of this job." placeholder:"JOB"`
+	Label  map[string]string `short:"l" help:"Of sandboxes with this label; repeat." placeholder:"K=V"`
+	Reward string            `help:"With such a reward: '>0', '<=0.5', '==1', none, any." placeholder:"COND"`
+	Ended  bool              `help:"Of ended sandboxes alone."`
+	Rows   string            `help:"One row a step, or a trajectory." enum:"steps,trajectories" default:"steps"`
+	Limit  size              `help:"Octets of each stream in a row; what is cut off is told." default:"64k"`
+}
+
+// Run writes to the file that --output names; it appears whole or not at all. Rows go to standard output where none is named.
+func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	o := client.ExportOptions{Job: x.Job, Labels: x.Label, Reward: x.Reward, Ended: x.Ended, Rows: x.Rows, OutputLimit: int64(x.Limit)}
+	if x.Limit == 0 {
+		o.OutputLimit = -1
+	}
+	if c.Output == "text" || c.Output == "json" || c.Output == "-" {
+		w := bufio.NewWriterSize(os.Stdout, 1<<20)
+		return errors.Join(cl.Export(ctx, o, w), w.Flush())
+	}
+	f, err := os.CreateTemp(filepath.Dir(c.Output), filepath.Base(c.Output)+".part-*")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name())
+	rows := &counter{w: bufio.NewWriterSize(f, 1<<20)}
+	err = cl.Export(ctx, o, rows)
+	partly := errors.Is(err, client.ErrUnavailable) && rows.lines > 0
+	if err != nil && !partly {
+		return errors.Join(err, f.Close())
+	}
+	if ferr := errors.Join(rows.w.Flush(), f.Chmod(0o644), f.Close()); ferr != nil {
+		return ferr
+	}
+	if rerr := os.Rename(f.Name(), c.Output); rerr != nil {
+		return rerr
+	}
+	fmt.Fprintf(os.Stderr, "%s in %s\n", plural(rows.lines, "row"), c.Output)
+	return err // of hosts that did not answer
+}
+
+// counter counts the rows, each of which is one write.
+type counter struct {
+	w     *bufio.Writer
+	lines int
+}
+
+var _ io.Writer = (*counter)(nil)
+
+func (c *counter) Write(p []byte) (int, error) {
+	c.lines++
+	return c.w.Write(p)
+}
+
+type verdictCmd struct {
+	ID       string   `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
+	Reward   *float64 `help:"Reward." placeholder:"NUMBER"`
+	Metadata string   `help:"Free metadata: a JSON object." placeholder:"JSON"`
+	Key      string   `help:"The same key with the same content is taken once." default:"verdict" placeholder:"KEY" name:"verdict-key"`
+}
+
+// Run attaches a verdict.
+func (x *verdictCmd) Run(ctx context.Context, c *cli) error {
+	cl, err := c.client(ctx)
+	if err != nil {
+		return err
+	}
+	v := &dsecv1.Verdict{Key: x.Key, Reward: x.Reward}
+	if x.Metadata != "" {
+		var m map[string]any
+		if err := json.Unmarshal([]byte(x.Metadata), &m); err != nil {
+			return fmt.Errorf("--metadata: want a JSON object: %w", err)
+		}
+		if v.Metadata, err = structpb.NewStruct(m); err != nil {
+			return fmt.Errorf("--metadata: %w", err)
+		}
+	}
+	r, err := cl.Sandbox(x.ID).SetVerdict(ctx, v)
+	if err != nil {
+		return err
+	}
+	return c.emit(r, func() { fmt.Println(verdictText(r)) })
+}
+
+func verdictText(v *dsecv1.Verdict) string {
+	words := []string{v.GetKey()}
+	if v.GetReward() != 0 || v != nil && v.Reward != nil {
+		words = append(words, "reward "+strconv.FormatFloat(v.GetReward(), 'g', -1, 64))
+	}
+	if v.GetMetadata() != nil {
+		if b, err := marshal(v.GetMetadata(), false); err == nil {
+			words = append(words, plain(string(b)))
+		}
+	}
+	return strings.Join(words, " ")
+}

@@ -1,0 +1,273 @@
+package host
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
+)
+
+const stepOutput = 64 << 10 // octets of each stream that come with a step when the caller names none
+
+// outputLimit reads the limit of a request.
+func outputLimit(n int64) (int64, error) {
+	switch {
+	case n == 0:
+		return stepOutput, nil
+	case n == -1:
+		return 0, nil
+	case n < -1 || n > maxOutput:
+		return 0, fmt.Errorf("output_limit %d: want 1 to %d octets, 0 for %d, -1 for none: %w", n, maxOutput, stepOutput, sandbox.ErrInvalid)
+	}
+	return n, nil
+}
+
+var stepKinds = trajectory.Kinds(trajectory.KindStepStart, trajectory.KindStepEnd, trajectory.KindVoid, trajectory.KindSignal)
+
+// walk yields the steps of a trajectory in the order of their ends, then those that have none yet. It reads the log page by page and
+// holds only what is under way; outputs are read up to limit octets a stream.
+func (b *box) walk(ctx context.Context, limit int64, requests bool, yield func(*dsecv1.Step) error) error {
+	open := map[string]*dsecv1.Step{}
+	q := trajectory.Query{Kinds: stepKinds}
+	for {
+		recs, next, err := b.h.deps.Log.Read(ctx, b.traj, q)
+		for i := range recs {
+			if err := b.walkRecord(ctx, &recs[i], open, limit, requests, yield); err != nil {
+				return err
+			}
+		}
+		switch {
+		case errors.Is(err, sandbox.ErrLost):
+			b.h.log.Error("read a trajectory", "trajectory", b.traj, "err", err)
+		case err != nil:
+			return err
+		case next <= max(q.From, 1):
+			rest := make([]*dsecv1.Step, 0, len(open))
+			for _, s := range open {
+				rest = append(rest, s)
+			}
+			slices.SortFunc(rest, func(a, b *dsecv1.Step) int { return int(a.Seq - b.Seq) })
+			for _, s := range rest {
+				if err := yield(s); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		q.From = next
+	}
+}
+
+func (b *box) walkRecord(ctx context.Context, r *trajectory.Record, open map[string]*dsecv1.Step, limit int64, requests bool, yield func(*dsecv1.Step) error) error {
+	switch r.Kind {
+	case trajectory.KindVoid:
+		delete(open, r.Step)
+	case trajectory.KindSignal:
+		_, m, err := decode(r.Payload)
+		if q, ok := m.(*dsecv1.SignalRequest); err == nil && ok && q.GetStep() != "" {
+			s := stepOf(r, requests)
+			s.Id, s.State, s.Outcome = q.GetStep(), "ended", &dsecv1.Outcome{Kind: string(sandbox.Exited)}
+			return yield(s)
+		}
+	case trajectory.KindStepStart:
+		open[r.Step] = stepOf(r, requests)
+	case trajectory.KindStepEnd:
+		s := open[r.Step]
+		if s == nil { // the record of its start is lost
+			s = &dsecv1.Step{Id: r.Step}
+		}
+		delete(open, r.Step)
+		if err := b.howEnded(ctx, r, s, limit); err != nil {
+			return err
+		}
+		return yield(s)
+	}
+	return nil
+}
+
+// stepOf is what the record of a step's start tells.
+func stepOf(r *trajectory.Record, requests bool) *dsecv1.Step {
+	s := &dsecv1.Step{Id: r.Step, Seq: int64(r.Seq), State: "running", Started: rpc.Timestamp(r.Wall), Opaque: r.Flags&trajectory.Opaque != 0}
+	if in := r.Input; in != nil {
+		s.InputSize, s.InputSha256, s.Input = in.Size, hex.EncodeToString(in.SHA256[:]), in.Kept.String()
+	}
+	t, m, err := decode(r.Payload)
+	if err != nil {
+		return s
+	}
+	s.Kind = t.name()
+	switch m := m.(type) {
+	case *dsecv1.StartRequest:
+		s.Session, s.RequestHash = m.GetSession(), requestHash(m, r.Input)
+	case *dsecv1.WriteRequest:
+		if m.GetAppend() {
+			s.Kind = "append"
+		}
+	}
+	if requests {
+		s.RequestJson = jsonOf(m)
+	}
+	return s
+}
+
+// howEnded fills in how a step ended.
+func (b *box) howEnded(ctx context.Context, r *trajectory.Record, s *dsecv1.Step, limit int64) error {
+	s.State = "ended"
+	if in := r.Input; in != nil {
+		s.InputSize, s.InputSha256, s.Input = in.Size, hex.EncodeToString(in.SHA256[:]), in.Kept.String()
+	}
+	_, m, err := decode(r.Payload)
+	if err != nil {
+		s.State = "unknown"
+		return nil
+	}
+	switch m := m.(type) {
+	case *dsecv1.Outcome:
+		s.Outcome = m
+	case *dsecv1.LogRecord:
+		s.Outcome, s.Sha256, s.Length = m.GetOutcome(), m.GetSha256(), m.GetLength()
+		if s.Kind == "snapshot" {
+			s.Layer = m.GetStep()
+		}
+	}
+	if s.Outcome.GetKind() == string(sandbox.Unknown) {
+		s.State = "unknown"
+	}
+	if limit == 0 || s.Kind != "command" {
+		return nil
+	}
+	if s.Stdout, err = b.headOf(ctx, s.Id, sandbox.Stdout, min(limit, s.Outcome.GetStdout().GetTotal())); err != nil {
+		return err
+	}
+	s.Stderr, err = b.headOf(ctx, s.Id, sandbox.Stderr, min(limit, s.Outcome.GetStderr().GetTotal()))
+	return err
+}
+
+// headOf reads the first n octets of a stream, as far as they are there without a gap or damage.
+func (b *box) headOf(ctx context.Context, step string, stream sandbox.StreamName, n int64) ([]byte, error) {
+	if n <= 0 {
+		return nil, nil
+	}
+	p := make([]byte, n)
+	got, err := b.h.deps.Log.ReadOutput(ctx, b.traj, step, stream, 0, p)
+	var gap *trajectory.GapError
+	if err != nil && err != io.EOF && !errors.As(err, &gap) && !errors.Is(err, sandbox.ErrLost) {
+		return nil, err
+	}
+	return p[:got], nil
+}
+
+// requestHash is what a client compares its own request with before it takes a recorded result for it: docs/format/records.md. Empty
+// where it can't know: the value of a secret, what was typed into a terminal.
+func requestHash(q *dsecv1.StartRequest, in *trajectory.Input) string {
+	if q.GetTerminal() != nil {
+		return ""
+	}
+	var b []byte
+	put := func(s string) {
+		b = strconv.AppendInt(b, int64(len(s)), 10)
+		b = append(b, ':')
+		b = append(b, s...)
+	}
+	number := func(n int64) { put(strconv.FormatInt(n, 10)) }
+	put("dsec-request-1")
+	argv := q.GetArgv()
+	if raw := q.GetArgvRaw(); len(raw) > 0 {
+		argv = make([]string, len(raw))
+		for i, r := range raw {
+			argv[i] = string(r)
+		}
+	}
+	number(int64(len(argv)))
+	for _, a := range argv {
+		put(a)
+	}
+	put(q.GetSession())
+	put(q.GetText() + string(q.GetTextRaw()))
+	number(int64(len(q.GetEnv())))
+	for _, v := range q.GetEnv() {
+		if v.GetSecret() {
+			return ""
+		}
+		put(v.GetName() + string(v.GetNameRaw()) + "=" + v.GetValue() + string(v.GetValueRaw()))
+	}
+	put(q.GetCwd() + string(q.GetCwdRaw()))
+	put(q.GetUser())
+	if in == nil {
+		put("")
+	} else {
+		put(hex.EncodeToString(in.SHA256[:]))
+	}
+	number(boolNumber(q.GetStdinOpen()))
+	number(q.GetTimeoutMs())
+	number(q.GetOutputCap())
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:])
+}
+
+func boolNumber(b bool) int64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// rewardFilter reads a condition on a reward; nil takes all.
+func rewardFilter(text string) (func(*dsecv1.Verdict) bool, error) {
+	text = strings.TrimSpace(text)
+	switch text {
+	case "":
+		return nil, nil
+	case "none":
+		return func(v *dsecv1.Verdict) bool { return v == nil || v.Reward == nil }, nil
+	case "any":
+		return func(v *dsecv1.Verdict) bool { return v != nil && v.Reward != nil }, nil
+	}
+	for _, op := range []struct {
+		sign string
+		ok   func(a, b float64) bool
+	}{
+		{">=", func(a, b float64) bool { return a >= b }}, {"<=", func(a, b float64) bool { return a <= b }},
+		{"==", func(a, b float64) bool { return a == b }}, {"!=", func(a, b float64) bool { return a != b }},
+		{">", func(a, b float64) bool { return a > b }}, {"<", func(a, b float64) bool { return a < b }},
+		{"=", func(a, b float64) bool { return a == b }},
+	} {
+		rest, ok := strings.CutPrefix(text, op.sign)
+		if !ok {
+			continue
+		}
+		limit, err := strconv.ParseFloat(strings.TrimSpace(rest), 64)
+		if err != nil || limit != limit {
+			break
+		}
+		return func(v *dsecv1.Verdict) bool { return v != nil && v.Reward != nil && op.ok(*v.Reward, limit) }, nil
+	}
+	return nil, fmt.Errorf("reward %.40q: want >, >=, <, <=, == or != and a number, or none or any: %w", text, sandbox.ErrInvalid)
+}
+
+// matching lists the caller's sandboxes, ended ones too, whose trajectories a filter picks, by ID.
+func (h *Host) matching(ctx context.Context, f *dsecv1.TrajectoryFilter) ([]*box, error) {
+	if err := h.wait(ctx); err != nil {
+		return nil, err
+	}
+	reward, err := rewardFilter(f.GetReward())
+	if err != nil {
+		return nil, err
+	}
+	all := h.selected(ctx, &dsecv1.Selector{Ids: f.GetSandboxes(), Job: f.GetJob(), Labels: f.GetLabels(), IncludeEnded: true})
+	return slices.DeleteFunc(all, func(b *box) bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return f.GetEnded() && !b.state.Ended() || reward != nil && !reward(b.verdict)
+	}), nil
+}
