@@ -1,9 +1,13 @@
 // Package store keeps bulk data: the stored forms of layers, their descriptors and sealed log segments.
 //
-// It hides where the octets lie; [Dir] is a folder on a local or a cluster file system (NFS, 3FS). Objects are immutable and
-// appear whole or not at all: a [Draft] is written beside them and published by one rename after an fsync, so neither a crash
-// nor a full disk leaves half of one under its key. No locks are taken on the file system (cluster mounts keep them local to
-// a node); two writers that publish one key must write the same octets, and the last rename stands.
+// It hides where the octets lie and how: [Dir] is a folder on a local or a cluster file system (NFS, 3FS), [S3] a bucket in which
+// large objects are chunks that all objects share, [Union] several stores as one. Objects are immutable and appear whole or not at
+// all: a [Draft] is written beside them and published by one step (a rename after an fsync, a PUT of the manifest after its chunks), so
+// neither a crash nor a full disk leaves half of one under its key. No locks are taken (cluster mounts keep them local to a node, S3 has
+// none); two writers that publish one key must write the same octets, and the last one stands. The layouts and the protocol by which
+// garbage goes are in docs/format/store.md.
+//
+// Locks, none of which is held over I/O: S3's and Dir's types state theirs.
 package store
 
 import (
@@ -32,6 +36,23 @@ type Reader interface {
 	Size() int64
 }
 
+// ContextReader is a Reader whose reads end with a context. What comes from far away is one.
+type ContextReader interface {
+	Reader
+	ReadAtContext(ctx context.Context, p []byte, off int64) (int, error)
+}
+
+// ReadAt reads from r as io.ReaderAt does, and gives up with the context where r can.
+func ReadAt(ctx context.Context, r Reader, p []byte, off int64) (int, error) {
+	if c, ok := r.(ContextReader); ok {
+		return c.ReadAtContext(ctx, p, off)
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	return r.ReadAt(p, off)
+}
+
 // Draft is an object that is being written. It may be written in any order. Exactly one of Publish and Discard ends it;
 // Discard after Publish does nothing, so it can be deferred.
 type Draft interface {
@@ -45,7 +66,8 @@ type Draft interface {
 }
 
 // Store is a place for objects. Errors wrap sandbox.ErrNotFound for a key that has no object, sandbox.ErrInvalid for one that
-// can't have any, and sandbox.ErrExhausted when the place is full.
+// can't have any, sandbox.ErrExhausted when the place is full, sandbox.ErrDenied when it lets nobody in and sandbox.ErrLost when what it
+// holds is damaged. Keys are never a prefix of each other at a "/" ("a" beside "a/b"): a folder can't hold both.
 type Store interface {
 	Create(ctx context.Context) (Draft, error)
 	Open(ctx context.Context, key string) (Reader, error)
@@ -82,7 +104,11 @@ func ReadAll(ctx context.Context, s Store, key string, limit int64) ([]byte, err
 		return nil, fmt.Errorf("object %s: %d octets, at most %d: %w", key, r.Size(), limit, sandbox.ErrInvalid)
 	}
 	b := make([]byte, r.Size())
-	if _, err := r.ReadAt(b, 0); err != nil && err != io.EOF {
+	n, err := ReadAt(ctx, r, b, 0)
+	if n < len(b) {
+		if err == nil || err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
 		return nil, fmt.Errorf("read %s: %w", key, err)
 	}
 	return b, nil

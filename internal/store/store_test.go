@@ -11,10 +11,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
+	"github.com/dsec-dev/dsec/internal/store/storetest"
 )
 
 func open(t *testing.T) *store.Dir {
@@ -33,64 +32,33 @@ func put(t *testing.T, s store.Store, key, text string) {
 	}
 }
 
-func TestPutOpenStatDelete(t *testing.T) {
-	ctx, s := context.Background(), open(t)
-	put(t, s, "blobs/ab", "hello")
-	r, err := s.Open(ctx, "blobs/ab")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	b := make([]byte, 3)
-	if _, err := r.ReadAt(b, 2); err != nil || string(b) != "llo" || r.Size() != 5 {
-		t.Errorf("range: %q %v size %d", b, err, r.Size())
-	}
-	if i, err := s.Stat(ctx, "blobs/ab"); err != nil || i.Size != 5 || i.Key != "blobs/ab" {
-		t.Errorf("stat: %+v %v", i, err)
-	}
-	p, ok := s.Path("blobs/ab")
-	if text, err := os.ReadFile(p); !ok || err != nil || string(text) != "hello" {
-		t.Errorf("path: %q %v %q %v", p, ok, text, err)
-	}
-	if err := s.Delete(ctx, "blobs/ab"); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Delete(ctx, "blobs/ab"); err != nil {
-		t.Errorf("second delete: %v", err)
-	}
-	if _, err := s.Open(ctx, "blobs/ab"); !errors.Is(err, sandbox.ErrNotFound) {
-		t.Errorf("open of a deleted one: %v", err)
-	}
-	if _, err := s.Stat(ctx, "blobs"); !errors.Is(err, sandbox.ErrNotFound) {
-		t.Errorf("stat of a folder: %v", err)
-	}
-	if _, err := r.ReadAt(b, 0); err != nil || string(b) != "hel" {
-		t.Errorf("an open reader after delete: %q %v", b, err)
+func TestDir(t *testing.T) {
+	storetest.Run(t, func(t *testing.T) store.Store { return open(t) }, storetest.Options{})
+}
+
+// A store that fails now and then gives its errors on, and works when it is asked again.
+func TestFaulty(t *testing.T) {
+	var all storetest.FaultCounts
+	storetest.Run(t, func(t *testing.T) store.Store {
+		s := storetest.NewFaulty(open(t), 1, &storetest.Link{Latency: 50 * time.Microsecond, Rate: 1 << 30},
+			storetest.Faults{Errors: 0.1, Lost: 0.05, Short: 0.1, Stalls: 0.02, Stall: time.Millisecond})
+		t.Cleanup(func() {
+			c := s.Counts()
+			all.Errors, all.Short, all.Lost, all.Stalls = all.Errors+c.Errors, all.Short+c.Short, all.Lost+c.Lost, all.Stalls+c.Stalls
+		})
+		return s
+	}, storetest.Options{Retries: true})
+	if all.Errors == 0 || all.Short == 0 || all.Lost == 0 || all.Stalls == 0 {
+		t.Errorf("not all faults came: %+v", all)
 	}
 }
 
-func TestDraftIsInvisibleUntilPublished(t *testing.T) {
-	ctx, s := context.Background(), open(t)
-	d, err := s.Create(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
-	io.WriteString(d, "half")
-	var keys []string
-	s.List(ctx, "", func(i store.Info) bool { keys = append(keys, i.Key); return true })
-	if len(keys) != 0 {
-		t.Errorf("visible: %v", keys)
-	}
-	if err := d.Discard(); err != nil {
-		t.Error(err)
-	}
-	if err := d.Publish(ctx, "x"); !errors.Is(err, sandbox.ErrState) {
-		t.Errorf("publish after discard: %v", err)
-	}
-	failing := io.MultiReader(strings.NewReader("abc"), errReader{})
-	if err := store.Put(ctx, s, "x", failing); err == nil {
+func TestDraftsLeaveNoFiles(t *testing.T) {
+	s := open(t)
+	if err := store.Put(t.Context(), s, "x", io.MultiReader(strings.NewReader("abc"), errReader{})); err == nil {
 		t.Error("a broken source was published")
 	}
+	put(t, s, "a/b", "x")
 	if left, _ := filepath.Glob(filepath.Join(mustPath(t, s), ".drafts", "*")); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
@@ -106,48 +74,6 @@ func mustPath(t *testing.T, s *store.Dir) string {
 		t.Fatal("no path")
 	}
 	return filepath.Dir(p)
-}
-
-func TestList(t *testing.T) {
-	ctx, s := context.Background(), open(t)
-	all := []string{"a", "layers/aa.json", "layers/ab.json", "layers/b/c", "layers0", "z/y/x"}
-	for _, k := range all {
-		put(t, s, k, k)
-	}
-	for prefix, want := range map[string][]string{
-		"": all, "layers/": all[1:4], "layers/a": all[1:3], "layers": all[1:5], "z/y/x": {"z/y/x"}, "no/such": nil, "layers/b/": {"layers/b/c"},
-	} {
-		var got []string
-		if err := s.List(ctx, prefix, func(i store.Info) bool { got = append(got, i.Key); return true }); err != nil {
-			t.Errorf("%q: %v", prefix, err)
-		}
-		if d := cmp.Diff(want, got); d != "" {
-			t.Errorf("%q: %s", prefix, d)
-		}
-	}
-	n := 0
-	s.List(ctx, "", func(store.Info) bool { n++; return n < 2 })
-	if n != 2 {
-		t.Errorf("stopped after %d", n)
-	}
-}
-
-func TestWrongKeys(t *testing.T) {
-	ctx, s := context.Background(), open(t)
-	for _, k := range []string{"", ".", "..", "a/../b", "/a", "a//b", ".drafts/x", "a/", "a b", "a\x00", "a\nb", strings.Repeat("a", 300)} {
-		if err := store.Put(ctx, s, k, strings.NewReader("")); !errors.Is(err, sandbox.ErrInvalid) {
-			t.Errorf("put %q: %v", k, err)
-		}
-		if _, err := s.Open(ctx, k); !errors.Is(err, sandbox.ErrInvalid) {
-			t.Errorf("open %q: %v", k, err)
-		}
-		if err := s.Delete(ctx, k); !errors.Is(err, sandbox.ErrInvalid) {
-			t.Errorf("delete %q: %v", k, err)
-		}
-		if _, ok := s.Path(k); ok {
-			t.Errorf("path %q", k)
-		}
-	}
 }
 
 func TestOldDraftsAreSweptAndYoungOnesKept(t *testing.T) {
