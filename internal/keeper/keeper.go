@@ -133,6 +133,11 @@ func (k *Keeper) Run(ctx context.Context) error {
 	if err := k.prepare(); err != nil {
 		return err
 	}
+	endPark, err := k.servePark(ctx)
+	if err != nil {
+		return err
+	}
+	defer endPark()
 	os.Remove(SocketName)
 	old := unix.Umask(0o177)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: SocketName, Net: "unix"})

@@ -66,6 +66,7 @@ var ranks = []struct {
 	{"internal/job", 3},
 	{"internal/rpc", 3},
 	{"internal/keeper", 4},
+	{"internal/blob", 4},
 	{"internal/backend", 5},
 	{"internal/host", 6},
 	{"internal/monitor", 6},
