@@ -30,7 +30,7 @@ const (
 type PeerConfig struct {
 	Token  string // the cluster token
 	CAFile string // PEM; for https addresses, beside the system's authorities
-	// Local are the handlers of hosts in this process, by address.
+	// Local are hosts in this process, by address.
 	Local map[string]*Local
 }
 
@@ -61,9 +61,6 @@ type Peer struct {
 // RoundTrip sends a unary call. It goes over HTTP/1.1, which costs half the CPU of HTTP/2 while there are as many connections as
 // calls; beyond a bound (tens of thousands of long polls may wait at once) the calls share HTTP/2 connections.
 func (p *Peer) RoundTrip(r *http.Request) (*http.Response, error) {
-	if h := p.local.get(); h != nil {
-		return roundTrip(h, r)
-	}
 	if p.busy.Add(1) > idleConns {
 		p.busy.Add(-1)
 		return p.stream.RoundTrip(r)
@@ -185,7 +182,7 @@ func (p *Peer) transports(dial func(context.Context) (net.Conn, error), tlsCfg *
 
 func (p *Peer) clients() {
 	opts := []connect.ClientOption{
-		connect.WithInterceptors(&credentials{token: p.token}),
+		connect.WithInterceptors(&credentials{token: []string{p.token}, local: p.local}),
 		connect.WithReadMaxBytes(MaxAnswerMessage),
 		connect.WithAcceptCompression("gzip", nil, nil),
 	}
@@ -207,12 +204,15 @@ func (p *Peer) Close() {
 	p.stream.CloseIdleConnections()
 }
 
-// credentials adds what each call between daemons carries.
-type credentials struct{ token string }
+// credentials adds what each call between daemons carries, and takes the short way where there is one.
+type credentials struct {
+	token []string
+	local *Local // may be nil
+}
 
 func (c *credentials) set(ctx context.Context, h http.Header) {
-	h[HeaderProtocol] = []string{protocolText}
-	h[HeaderCluster] = []string{c.token}
+	h[HeaderProtocol] = protocolValue
+	h[HeaderCluster] = c.token
 	if p := Project(ctx); p != "" {
 		h[HeaderProject] = []string{p}
 	}
@@ -221,6 +221,9 @@ func (c *credentials) set(ctx context.Context, h http.Header) {
 func (c *credentials) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
 		c.set(ctx, req.Header())
+		if f, to := c.local.find(req.Spec().Procedure); to != nil {
+			return f.call(ctx, to, req)
+		}
 		return next(ctx, req)
 	}
 }

@@ -55,44 +55,25 @@ type Edge struct {
 	Observe func(procedure, code string, took time.Duration)
 	// Deadline gives unary procedures another default than DefaultCallDeadline.
 	Deadline map[string]time.Duration
+
+	direct map[string]connect.UnaryFunc // of the services made with Options, by procedure
 }
 
-// Options are the handler options for every service behind the edge.
+// Options are the handler options for every service behind the edge, made before the handler that is given to Wrap.
 func (e *Edge) Options() []connect.HandlerOption {
+	if e.direct == nil {
+		e.direct = map[string]connect.UnaryFunc{}
+	}
 	return []connect.HandlerOption{
-		connect.WithInterceptors((*calls)(e)),
+		connect.WithConditionalHandlerOptions(func(spec connect.Spec) []connect.HandlerOption {
+			return []connect.HandlerOption{connect.WithInterceptors(&calls{e, spec.Procedure})}
+		}),
 		connect.WithReadMaxBytes(MaxRequestMessage),
 		// Compressed requests are understood; answers are not compressed: it costs more CPU than the rest of a call.
 		connect.WithCompressMinBytes(1 << 40),
 		connect.WithCodec(strictJSON{"json"}),
 		connect.WithCodec(strictJSON{"json; charset=utf-8"}),
 	}
-}
-
-// Wrap puts version check and guard in front of a handler, which may serve plain HTTP and services alike.
-func (e *Edge) Wrap(next http.Handler) http.Handler {
-	refuse := connect.NewErrorWriter()
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set(HeaderProtocol, protocolText)
-		ctx := r.Context()
-		err := checkProtocol(r.Header)
-		if err == nil && e.Guard != nil {
-			ctx, err = e.Guard(ctx, r.URL.Path, r.Header)
-		}
-		if err != nil {
-			e.note(r.Context(), r.URL.Path, err, time.Time{})
-			if refuse.IsSupported(r) {
-				refuse.Write(w, r, Error(err))
-			} else {
-				WriteError(w, err)
-			}
-			return
-		}
-		if ctx != r.Context() {
-			r = r.WithContext(ctx)
-		}
-		next.ServeHTTP(w, r)
-	})
 }
 
 // Fail answers a failed plain HTTP request and logs it.
@@ -104,7 +85,10 @@ func (e *Edge) Fail(w http.ResponseWriter, r *http.Request, what string, err err
 // Done observes a plain HTTP request; what is one of a bounded set.
 func (e *Edge) Done(what string, err error, start time.Time) { e.observe(what, err, start) }
 
-var protocolText = strconv.Itoa(Protocol)
+var (
+	protocolText  = strconv.Itoa(Protocol)
+	protocolValue = []string{protocolText}
+)
 
 func checkProtocol(h http.Header) error {
 	v := h[HeaderProtocol]
@@ -186,13 +170,16 @@ func (e *Edge) bounded(ctx context.Context, procedure string, stream bool) (cont
 	return context.WithTimeout(ctx, DefaultCallDeadline)
 }
 
-// calls is the Edge as the interceptor of services.
-type calls Edge
+// calls is the Edge as the interceptor of one procedure.
+type calls struct {
+	edge      *Edge
+	procedure string
+}
 
 func (c *calls) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
-	e := (*Edge)(c)
-	return func(ctx context.Context, req connect.AnyRequest) (resp connect.AnyResponse, err error) {
-		procedure, start := req.Spec().Procedure, time.Now()
+	e, procedure := c.edge, c.procedure
+	call := func(ctx context.Context, req connect.AnyRequest) (resp connect.AnyResponse, err error) {
+		start := time.Now()
 		defer func() {
 			if v := recover(); v != nil {
 				resp, err = nil, e.caught(ctx, procedure, v)
@@ -206,12 +193,14 @@ func (c *calls) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
 		defer cancel()
 		return next(ctx, req)
 	}
+	e.direct[procedure] = call
+	return call
 }
 
 func (c *calls) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
-	e := (*Edge)(c)
+	e, procedure := c.edge, c.procedure
 	return func(ctx context.Context, conn connect.StreamingHandlerConn) (err error) {
-		procedure, start := conn.Spec().Procedure, time.Now()
+		start := time.Now()
 		defer func() {
 			if v := recover(); v != nil {
 				err = e.caught(ctx, procedure, v)

@@ -47,7 +47,7 @@ func TestProtocolsOnOnePort(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			defer tc.tr.CloseIdleConnections()
-			opts := append(tc.opts, connect.WithInterceptors(&credentials{token: token}))
+			opts := append(tc.opts, connect.WithInterceptors(&credentials{token: []string{token}}))
 			if _, err := dsecv1connect.NewHostServiceClient(&http.Client{Transport: tc.tr}, tcp, opts...).Status(context.Background(), connect.NewRequest(&dsecv1.HostStatusRequest{Recent: true})); err != nil {
 				t.Error(err)
 			}
