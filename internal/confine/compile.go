@@ -107,11 +107,37 @@ type segment struct {
 
 // tree finds the segment of the accumulator's value by halving.
 func tree(s []segment) block {
-	if len(s) == 1 {
-		return s[0].code
+	return halve(s, func(i int) int { return i })
+}
+
+// callTree is tree for numbers of calls. At its installation the kernel goes through a filter once for each call that there is, so it
+// is the calls that are halved.
+func callTree(s []segment) block {
+	const calls = 512
+	return halve(s, func(i int) int { return int(min(s[i].first, calls)) })
+}
+
+// halve makes a tree whose branches have about the same room. Each segment has the room from its place to that of the next.
+func halve(s []segment, place func(int) int) block {
+	var part func(from, to int) block
+	part = func(from, to int) block {
+		if to-from == 1 {
+			return s[from].code
+		}
+		end := place(to-1) + 1
+		if to < n {
+			end = place(to)
+		}
+		m := from + 1
+		for m < to-1 && 2*place(m) < place(from)+end {
+			m++
+		}
+		if m > from+1 && 2*place(m)-place(from)-end > place(from)+end-2*place(m-1) {
+			m--
+		}
+		return jump(jge, s[m].first, part(m, to), part(from, m))
 	}
-	m := len(s) / 2
-	return jump(jge, s[m].first, tree(s[m:]), tree(s[:m]))
+	return part(0, len(s))
 }
 
 // segments covers all 32-bit values: those of cases with their block, the others with rest. Equal neighbours become one.
@@ -176,7 +202,7 @@ func (c Cond) test(yes, no block) (block, error) {
 	for _, v := range c.Values {
 		cases[v] = yes
 	}
-	return append(b, tree(segments(cases, no))...), nil
+	return append(b, tree(fold(segments(cases, no)))...), nil
 }
 
 // Compile returns the filter as octets of sock_filter[], ready for BIRTH or seccomp(2). With notify, events go to the
@@ -230,8 +256,8 @@ func (p Policy) Compile(notify bool) ([]byte, error) {
 		s = append(s, segment{^uint32(0), pass})
 	}
 	slices.SortFunc(s, func(a, b segment) int { return cmp.Compare(a.first, b.first) })
-	body := append(block{{code: ldAbs, k: offNumber}}, tree(s)...)
-	code := append(block{{code: ldAbs, k: offArch}}, jump(jeq, p.Arch, body, foreign)...)
+	body := append(block{{code: ldAbs, k: offNumber}}, callTree(fold(s))...)
+	code := share(append(block{{code: ldAbs, k: offArch}}, jump(jeq, p.Arch, body, foreign)...))
 	if len(code) > 4096 {
 		return nil, fmt.Errorf("seccomp policy: %d instructions, at most 4096", len(code))
 	}
@@ -270,14 +296,31 @@ func (p Policy) events() Policy {
 		asks[r.Call] = asks[r.Call] || r.Do.kind == event
 	}
 	q := Policy{Arch: p.Arch, X32: p.X32}
-	for _, r := range p.Rules {
+	for i, r := range p.Rules {
 		if !asks[r.Call] {
 			continue
 		}
 		if r.Do.kind != event {
 			r.Do = Allow()
+			// It matters only where an event comes behind it.
+			if !slices.ContainsFunc(p.Rules[i+1:], func(o Rule) bool { return o.Call == r.Call && o.Do.kind == event && !apart(r, o) }) {
+				continue
+			}
 		}
 		q.Rules = append(q.Rules, r)
 	}
 	return q
+}
+
+// apart reports that no call meets both rules, as far as that is plain to see.
+func apart(a, b Rule) bool {
+	for _, x := range a.When {
+		for _, y := range b.When {
+			if x.Arg == y.Arg && x.Mask == y.Mask && !x.AnyBit && !y.AnyBit &&
+				!slices.ContainsFunc(x.Values, func(v uint32) bool { return slices.Contains(y.Values, v) }) {
+				return true
+			}
+		}
+	}
+	return false
 }

@@ -184,7 +184,7 @@ func TestCompileRefusesBadPolicies(t *testing.T) {
 		}
 	}
 	big := Policy{Foreign: Kill()}
-	for i := range uint32(3000) {
+	for i := range uint32(6000) {
 		big.Rules = append(big.Rules, Rule{Call: 2 * i, Do: Refuse(unix.EPERM)})
 	}
 	if _, err := big.Compile(false); err == nil {
