@@ -125,7 +125,7 @@ func halve(s []segment, place func(int) int) block {
 			return s[from].code
 		}
 		end := place(to-1) + 1
-		if to < n {
+		if to < len(s) {
 			end = place(to)
 		}
 		m := from + 1
