@@ -42,6 +42,7 @@ func (g *Gateway) create(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1.
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 
+	nameless := q.Key == ""
 	order := orderOf(q.Job, q.Key, q.Name)
 	if q.Key == "" && q.Name == "" {
 		order = "" // nobody can send it again, so load decides
@@ -61,7 +62,68 @@ func (g *Gateway) create(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1.
 			return nil, err
 		}
 	}
-	return g.place(ctx, hq, d)
+	out, tried, err := g.place(ctx, hq, d)
+	if err == nil && ctx.Err() != nil && nameless {
+		err = ctx.Err() // nobody waits for the answer any more
+	}
+	switch {
+	case err == nil:
+		return out, nil
+	case !mayLive(err):
+		return nil, err
+	case nameless:
+		g.abandonCreate(ctx, tried, spec)
+		return nil, fmt.Errorf("create: %w (it had no key, so whatever comes of it is stopped)", err)
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, fmt.Errorf("create with key %s: no answer within its deadline of %v; it goes on: the same call again joins it, a stop by key %s of job %s ends it: %w",
+			spec.Key, limit, spec.Key, spec.Job, err)
+	}
+	return nil, err
+}
+
+// mayLive reports whether a create that failed so may have made a sandbox all the same.
+func mayLive(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) || errors.Is(err, rpc.ErrUnavailable)
+}
+
+// How long and how often a host is asked to stop what an abandoned create may have made there.
+const (
+	abandonFor  = 2 * time.Minute
+	abandonMost = 256 // at once; more wait for nothing and are left to their lifetimes
+)
+
+// abandonCreate stops what a create may have made whose client gave no key and got no answer: nobody could find it. A stop by key that
+// comes before the birth prevents it.
+func (g *Gateway) abandonCreate(ctx context.Context, host sandbox.HostID, spec *sandbox.Spec) {
+	if host == "" {
+		return
+	}
+	if g.abandoned.Add(1) > abandonMost {
+		g.abandoned.Add(-1)
+		g.log.Error("too many creates without a key were given up at once; what came of this one ends with its lifetime", "host", host, "key", spec.Key, "project", spec.Project)
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abandonFor)
+	go func() {
+		defer g.abandoned.Add(-1)
+		defer cancel()
+		for pause := 100 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
+			err := fmt.Errorf("host %s: is gone: %w", host, rpc.ErrUnavailable)
+			if p, ok := g.fleet.Peer(host); ok {
+				_, err = p.Sandboxes.Stop(ctx, connect.NewRequest(&dsecv1.StopRequest{Job: spec.Job, Key: spec.Key, Name: spec.Name}))
+				err = rpc.FromError(err)
+			}
+			if err == nil || errors.Is(err, sandbox.ErrNotFound) {
+				return
+			}
+			select {
+			case <-time.After(pause):
+			case <-ctx.Done():
+				g.log.Error("stop what a given up create made", "host", host, "key", spec.Key, "project", spec.Project, "err", err)
+				return
+			}
+		}
+	}()
 }
 
 // resolve makes the request of a host out of that of a client: names become layers, defaults are filled in, all is checked.
@@ -201,8 +263,8 @@ func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox
 	return hosts, nil
 }
 
-// place sends the create to one host after the other until one takes it.
-func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d placement.Decision) (*dsecv1.CreateResponse, error) {
+// place sends the create to one host after the other until one takes it; it answers also which it tried last.
+func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d placement.Decision) (*dsecv1.CreateResponse, sandbox.HostID, error) {
 	var full []error
 	for _, id := range d.Hosts {
 		p, ok := g.fleet.Peer(id)
@@ -219,15 +281,15 @@ func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d pla
 				g.recent.Add(id, time.Now())
 				g.recentMu.Unlock()
 			}
-			return resp.Msg, nil
+			return resp.Msg, id, nil
 		case errors.Is(err, sandbox.ErrExhausted):
 			full = append(full, fmt.Errorf("host %s: %w", id, err))
 		default:
 			// Also a host that went away: it may have made the sandbox, so no other is tried. The key finds it later.
-			return nil, err
+			return nil, id, err
 		}
 	}
-	return nil, refusal(d.Refused, full)
+	return nil, "", refusal(d.Refused, full)
 }
 
 // refusal says why no host took a create: why each did not, and the most hopeful of the reasons as the code.

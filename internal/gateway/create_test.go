@@ -132,6 +132,53 @@ func TestUnreachableHostMakesAKeyedCreateUnknown(t *testing.T) {
 	})
 }
 
+// A create that nobody waits for any more leaves nothing that lives when its client gave no key to find it by, and says how to find it
+// when it did.
+func TestGivenUpCreateIsNotLeaked(t *testing.T) {
+	for _, named := range []string{"", "a-name"} {
+		c := newCluster(t, 2)
+		late := make(chan struct{})
+		for _, h := range c.hosts {
+			h.late = late
+		}
+		living := func() (n int) {
+			for _, h := range c.hosts {
+				h.mu.Lock()
+				for _, b := range h.boxes {
+					if b.State == "running" {
+						n++
+					}
+				}
+				h.mu.Unlock()
+			}
+			return n
+		}
+		if _, err := c.create(t, &dsecv1.CreateRequest{DeadlineMs: 50, Name: named}); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("deadline: %v", err)
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		go func() {
+			defer cancel()
+			eventually(t, "a create is under way", func() bool { return c.total() == 2 })
+		}()
+		if named == "" {
+			if _, err := c.Sandboxes.Create(ctx, connect.NewRequest(&dsecv1.CreateRequest{Layers: []string{c.base}})); err == nil {
+				t.Error("a cancelled create succeeded")
+			}
+		}
+		eventually(t, "what was given up is stopped", func() bool { return living() == 0 })
+		_, err := c.create(t, &dsecv1.CreateRequest{DeadlineMs: 50, Key: "k"})
+		if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "key k") {
+			t.Errorf("with a key: %v", err)
+		}
+		close(late)
+		if living() != 1 {
+			t.Errorf("%d live, want the one with a key", living())
+		}
+		cancel()
+	}
+}
+
 func TestAnswerLostAfterTheSandboxWasMade(t *testing.T) {
 	c := newCluster(t, 3)
 	for _, h := range c.hosts {

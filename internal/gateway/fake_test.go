@@ -56,8 +56,9 @@ type fakeHost struct {
 	begun    int // writes that sent a message
 	broken   int // and broke off
 	dials    map[uint16]string
-	failNext error // of the next create, after it was made
-	hang     bool  // questions get no answer
+	failNext error         // of the next create, after it was made
+	hang     bool          // questions get no answer
+	late     chan struct{} // a create that was done is answered when this is closed
 
 	stop func()
 }
@@ -164,6 +165,11 @@ func (h *fakeHost) Create(ctx context.Context, r *connect.Request[dsecv1.HostCre
 	if err := h.failNext; err != nil {
 		h.failNext = nil
 		return nil, err
+	}
+	if late := h.late; late != nil {
+		h.mu.Unlock()
+		<-late
+		h.mu.Lock()
 	}
 	return connect.NewResponse(&dsecv1.CreateResponse{Sandbox: b}), nil
 }

@@ -71,6 +71,8 @@ type Gateway struct {
 	ports   *ports
 	random  func() *rand.Rand
 	leaving atomic.Bool
+	// abandoned counts creates whose sandboxes are being stopped since nobody could find them.
+	abandoned atomic.Int64
 	askTime time.Duration
 	born    time.Time
 
