@@ -42,22 +42,20 @@ func foldersKey(diffID string) string {
 	return "oci/" + strings.TrimPrefix(diffID, "sha256:") + ".folders"
 }
 
-// tarball is how one layer's octets are read: compressed or not.
-type tarball struct {
+// blobOf is how one layer's octets are read: compressed or not.
+type blobOf struct {
 	digest string // of the octets as they come; "" when nothing vouches for them
-	diffID string // of the tar; "" takes what it is
-	open   func(ctx context.Context) (io.ReadCloser, error)
+	diffID string // of the tar
+	// again is set on a layer of ours that is read as a tar again: its octets are not those that diffID is of.
+	again bool
+	open  func(ctx context.Context) (io.ReadCloser, error)
 }
 
 // find looks for a layer that was converted before and makes the project one that may use it.
 func (im *Images) find(ctx context.Context, project, diffID string) (*record, error) {
-	text, err := store.ReadAll(ctx, im.store, recordKey(diffID), maxRecord)
+	r, err := im.peek(ctx, diffID)
 	if err != nil {
 		return nil, err
-	}
-	r := &record{}
-	if err := json.Unmarshal(text, r); err != nil || r.DiffID != diffID {
-		return nil, fmt.Errorf("record of layer %s is broken: %w", diffID, sandbox.ErrNotFound) // converted again
 	}
 	// Its data may have been collected since; Hold finds out.
 	if err := im.layers.Hold(ctx, project, r.Layer); err != nil {
@@ -66,8 +64,20 @@ func (im *Images) find(ctx context.Context, project, diffID string) (*record, er
 	return r, nil
 }
 
+func (im *Images) peek(ctx context.Context, diffID string) (*record, error) {
+	text, err := store.ReadAll(ctx, im.store, recordKey(diffID), maxRecord)
+	if err != nil {
+		return nil, err
+	}
+	r := &record{}
+	if err := json.Unmarshal(text, r); err != nil || r.DiffID != diffID {
+		return nil, fmt.Errorf("record of layer %s is broken: %w", diffID, sandbox.ErrNotFound) // converted again
+	}
+	return r, nil
+}
+
 // convert makes a layer of a tar and keeps its record. With folders it is a copy whose folders without an entry get these attributes.
-func (im *Images) convert(ctx context.Context, project string, t tarball, fix map[string]folder, progress func(int64)) (*record, error) {
+func (im *Images) convert(ctx context.Context, project string, t blobOf, fix map[string]folder, progress func(int64)) (*record, error) {
 	body, err := t.open(ctx)
 	if err != nil {
 		return nil, err
@@ -89,7 +99,10 @@ func (im *Images) convert(ctx context.Context, project string, t tarball, fix ma
 		if got := outer.digest(); t.digest != "" && got != t.digest {
 			return fmt.Errorf("layer %s: its octets have digest %s: %w", t.digest, got, sandbox.ErrInvalid)
 		}
-		if diffID = inner.digest(); t.diffID != "" && diffID != t.diffID {
+		if diffID = inner.digest(); t.again {
+			diffID = t.diffID
+		}
+		if diffID != t.diffID {
 			return fmt.Errorf("layer %s: its tar has digest %s, the config says %s: %w", t.digest, diffID, t.diffID, sandbox.ErrInvalid)
 		}
 		return nil
@@ -127,7 +140,7 @@ func (im *Images) convert(ctx context.Context, project string, t tarball, fix ma
 	return r, im.putRecord(ctx, r)
 }
 
-func orDigest(t tarball) string {
+func orDigest(t blobOf) string {
 	if t.digest != "" {
 		return t.digest
 	}

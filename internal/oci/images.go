@@ -254,9 +254,9 @@ func (im *Images) pull(ctx context.Context, project string, r Ref, p Pull) (*Ima
 	if err != nil {
 		return nil, fmt.Errorf("image %s: %w", r, err)
 	}
-	var list []tarball
+	var list []blobOf
 	for i, l := range c.layers {
-		list = append(list, tarball{digest: l.Digest, diffID: c.config.RootFS.DiffIDs[i], open: func(ctx context.Context) (io.ReadCloser, error) { return src.blob(ctx, l.Digest, l.Size) }})
+		list = append(list, blobOf{digest: l.Digest, diffID: c.config.RootFS.DiffIDs[i], open: func(ctx context.Context) (io.ReadCloser, error) { return src.blob(ctx, l.Digest, l.Size) }})
 	}
 	tell := p.Progress
 	if tell == nil {
@@ -277,7 +277,7 @@ func (im *Images) pull(ctx context.Context, project string, r Ref, p Pull) (*Ima
 }
 
 // convertAll converts the layers of an image, several at once, each once.
-func (im *Images) convertAll(ctx context.Context, project string, list []tarball, tell func(i int, state string, done int64)) ([]*record, bool, error) {
+func (im *Images) convertAll(ctx context.Context, project string, list []blobOf, tell func(i int, state string, done int64)) ([]*record, bool, error) {
 	out := make([]*record, len(list))
 	existed := true
 	var mu sync.Mutex
@@ -331,7 +331,7 @@ func (im *Images) convertAll(ctx context.Context, project string, list []tarball
 }
 
 // once converts a layer unless it was, or joins who does.
-func (im *Images) once(ctx context.Context, project string, t tarball, fix map[string]folder, tell func(state string, done int64)) (*record, bool, error) {
+func (im *Images) once(ctx context.Context, project string, t blobOf, fix map[string]folder, tell func(state string, done int64)) (*record, bool, error) {
 	id := t.diffID
 	if len(fix) > 0 {
 		id = fixedID(t.diffID, fix)
@@ -373,7 +373,7 @@ func (im *Images) once(ctx context.Context, project string, t tarball, fix map[s
 	}
 }
 
-func (im *Images) slot(ctx context.Context, project string, t tarball, fix map[string]folder, tell func(state string, done int64)) (*record, error) {
+func (im *Images) slot(ctx context.Context, project string, t blobOf, fix map[string]folder, tell func(state string, done int64)) (*record, error) {
 	if err := im.convSem.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
