@@ -5,11 +5,31 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
+
+var filters = sync.OnceValue(func() (f struct {
+	commands, events []byte
+	err              error
+}) {
+	f.commands, f.events, f.err = confine.Container().CompileWatched()
+	return f
+})
+
+// confined is a birth as the container driver asks for it.
+func (h *house) confined(b *testing.B) *Birth {
+	birth, f := h.birth(), filters()
+	if f.err != nil {
+		b.Error(f.err)
+	}
+	birth.Seccomp, birth.Events = f.commands, f.events
+	return birth
+}
 
 // cpu is the processor time of the keeper and of all its sandboxes.
 func (h *house) cpu(b *testing.B) time.Duration {
@@ -44,7 +64,7 @@ func BenchmarkCreateDestroy(b *testing.B) {
 	h := open(b)
 	before := h.cpu(b)
 	for b.Loop() {
-		birth := h.birth()
+		birth := h.confined(b)
 		if _, err := h.c.Create(within(b), birth); err != nil {
 			b.Fatal(err)
 		}
@@ -59,7 +79,7 @@ func BenchmarkCreateTrueDestroy(b *testing.B) {
 	h := open(b)
 	before := h.cpu(b)
 	for b.Loop() {
-		birth := h.birth()
+		birth := h.confined(b)
 		if _, err := h.c.Create(within(b), birth); err != nil {
 			b.Fatal(err)
 		}
@@ -73,7 +93,11 @@ func BenchmarkCreateTrueDestroy(b *testing.B) {
 
 func BenchmarkExec(b *testing.B) {
 	h := open(b)
-	id := h.create()
+	birth := h.confined(b)
+	id := birth.ID
+	if _, err := h.c.Create(within(b), birth); err != nil {
+		b.Fatal(err)
+	}
 	before := h.cpu(b)
 	for b.Loop() {
 		h.run(id, &sandbox.Command{Argv: []string{"/bin/true"}})
@@ -84,7 +108,11 @@ func BenchmarkExec(b *testing.B) {
 // BenchmarkExecGap runs commands 30 ms apart, as agents do: some costs of the kernel show only then.
 func BenchmarkExecGap(b *testing.B) {
 	h := open(b)
-	id := h.create()
+	birth := h.confined(b)
+	id := birth.ID
+	if _, err := h.c.Create(within(b), birth); err != nil {
+		b.Fatal(err)
+	}
 	var spent time.Duration
 	for range b.N {
 		time.Sleep(30 * time.Millisecond)
@@ -101,7 +129,7 @@ func BenchmarkParallel8(b *testing.B) {
 	b.SetParallelism(4)
 	b.RunParallel(func(p *testing.PB) {
 		for p.Next() {
-			birth := h.birth()
+			birth := h.confined(b)
 			if _, err := h.c.Create(within(b), birth); err != nil {
 				b.Error(err)
 				return

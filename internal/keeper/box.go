@@ -164,10 +164,10 @@ func (b *box) spawn() error {
 		return err
 	}
 	defer unix.Close(far)
-	at, err := unix.Open(b.grp.v2("init"), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	at, err := b.grp.open("init")
 	if err != nil {
 		ctl.Close()
-		return fmt.Errorf("open cgroup: %w", err)
+		return err
 	}
 	defer unix.Close(at)
 	// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could then clone
@@ -192,36 +192,33 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 		ops = append(ops, wire.OpFD(verb, len(fds), args...))
 		fds = append(fds, fd)
 	}
-	clone := func(verb, path, to string, f func(string) (int, error)) error {
-		fd, err := f(path)
-		if err != nil {
-			return err
+	move := func(to string) func(fd int, err error) error {
+		return func(fd int, err error) error {
+			if err != nil {
+				return err
+			}
+			mine = append(mine, fd)
+			add("move", fd, to)
+			return nil
 		}
-		mine = append(mine, fd)
-		add(verb, fd, to)
-		return nil
 	}
 	ops = append(ops, wire.Op("private"))
 	add("netns", b.netns)
 	add("root", r.overlay)
-	if err := clone("move", b.k.tmpl.dev, "/dev", clonePlain); err != nil {
+	if err := move("/dev")(clonePlain(b.k.tmpl.dev)); err != nil {
 		return err
 	}
 	add("move", r.shm, "/dev/shm")
 	ops = append(ops, wire.Op("devpts", "/dev/pts", strconv.Itoa(int(birth.UIDBase)+5)), wire.Op("proc", "/proc"))
-	if err := clone("move", b.k.tmpl.sys, "/sys", clonePlain); err != nil {
+	if err := move("/sys")(clonePlain(b.k.tmpl.sys)); err != nil {
 		return err
 	}
 	for _, p := range b.k.cg.places() {
-		from := b.grp.v2()
-		if p.ctrl != "" {
-			from = b.grp.v1(p.ctrl)
-		}
 		to := "/sys/fs/cgroup"
 		if p.at != "" {
 			to += "/" + p.at
 		}
-		if err := clone("move", from, to, cloneRO); err != nil {
+		if err := move(to)(cloneRO(b.grp.at(p.ctrl))); err != nil {
 			return err
 		}
 	}

@@ -30,10 +30,15 @@ type cgroups struct {
 	swap bool              // v1: memory.memsw exists
 	// ready are the controllers that a sandbox's limits use, on v1, with their mount points.
 	limits []string
+	// dirs are descriptors of the classes' folders, by class and controller ("" for v2): from there it is half the way to a file of a
+	// sandbox. Filled by setup.
+	dirs map[classDir]int
 	// shown are v1 controllers, with their mount points, that limit nothing but that a JVM wants to see before it believes the others.
 	// Those that share a limit's hierarchy are seen there.
 	shown map[string]string
 }
+
+type classDir struct{ class, ctrl string }
 
 const (
 	classLS = "ls"
@@ -134,12 +139,33 @@ func (g *cgroups) setup() error {
 			return err
 		}
 	}
+	if err := g.openDirs(); err != nil {
+		return err
+	}
 	// The class that yields gets 1/16 of the other's weight, as measured to keep an interactive command's tail at 10 ms.
 	if g.in2["cpu"] {
 		err := os.WriteFile(top+"/"+classBE+"/cpu.weight", []byte("6"), 0)
 		return errors.Join(err, os.WriteFile(top+"/"+classLS+"/cpu.weight", []byte("100"), 0))
 	}
 	return os.WriteFile(filepath.Join(g.v1["cpu"], g.name, classBE, "cpu.shares"), []byte("64"), 0)
+}
+
+func (g *cgroups) openDirs() error {
+	g.dirs = map[classDir]int{}
+	for _, class := range []string{classLS, classBE} {
+		for _, c := range append([]string{""}, g.limits...) {
+			at := g.v2
+			if c != "" {
+				at = g.v1[c]
+			}
+			fd, err := unix.Open(filepath.Join(at, g.name, class), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+			if err != nil {
+				return fmt.Errorf("open cgroup %s: %w", class, err)
+			}
+			g.dirs[classDir{class, c}] = fd
+		}
+	}
+	return nil
 }
 
 // makeShown makes the instance's group of a controller that is only shown. All sandboxes are in it (see join); processors and memory
@@ -224,6 +250,66 @@ func (b *group) v2(sub ...string) string {
 
 func (b *group) v1(ctrl string) string { return filepath.Join(b.g.v1[ctrl], b.g.name, b.class, b.id) }
 
+// at is a path of the sandbox's group of a v1 controller, or of v2 for "", from a descriptor.
+func (b *group) at(ctrl string, sub ...string) (dir int, path string) {
+	if fd, ok := b.g.dirs[classDir{b.class, ctrl}]; ok {
+		path = b.id
+		for _, s := range sub {
+			path += "/" + s
+		}
+		return fd, path
+	}
+	if ctrl != "" {
+		return unix.AT_FDCWD, filepath.Join(append([]string{b.v1(ctrl)}, sub...)...)
+	}
+	return unix.AT_FDCWD, b.v2(sub...)
+}
+
+// atOf is at for a file of a controller, wherever that is.
+func (b *group) atOf(ctrl string, sub ...string) (dir int, path string) {
+	if b.g.in2[ctrl] {
+		ctrl = ""
+	}
+	return b.at(ctrl, sub...)
+}
+
+func (b *group) write(value, ctrl string, sub ...string) error {
+	dir, path := b.at(ctrl, sub...)
+	return writeFileAt(dir, path, value)
+}
+
+func (b *group) mkdir(ctrl string, sub ...string) error {
+	dir, path := b.at(ctrl, sub...)
+	if err := unix.Mkdirat(dir, path, 0o755); err != nil {
+		return fmt.Errorf("make cgroup %s: %w", path, err)
+	}
+	return nil
+}
+
+func (b *group) rmdir(ctrl string, sub ...string) error {
+	dir, path := b.at(ctrl, sub...)
+	return unix.Unlinkat(dir, path, unix.AT_REMOVEDIR)
+}
+
+// own lets process 1 clone into a group: to clone into one the kernel wants its and the common parent's cgroup.procs to be writable.
+func (b *group) own(sub ...string) error {
+	dir, path := b.at("", append(sub, "cgroup.procs")...)
+	if err := unix.Fchownat(dir, path, b.owner, b.owner, 0); err != nil {
+		return fmt.Errorf("own cgroup %s: %w", path, err)
+	}
+	return nil
+}
+
+// open opens a folder of the v2 tree.
+func (b *group) open(sub ...string) (int, error) {
+	dir, path := b.at("", sub...)
+	fd, err := unix.Openat(dir, path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open cgroup %s: %w", path, err)
+	}
+	return fd, nil
+}
+
 // where is the folder in which a controller's files of the sandbox are.
 func (b *group) where(ctrl string) string {
 	if b.g.in2[ctrl] {
@@ -234,19 +320,18 @@ func (b *group) where(ctrl string) string {
 
 // make creates the groups with their limits. The caller removes them with remove, also after an error.
 func (b *group) make() error {
-	if err := unix.Mkdir(b.v2(), 0o755); err != nil {
-		return fmt.Errorf("make cgroup %s: %w", b.v2(), err)
+	if err := b.mkdir(""); err != nil {
+		return err
 	}
-	if err := unix.Mkdir(b.v2("init"), 0o755); err != nil {
-		return fmt.Errorf("make cgroup %s: %w", b.v2("init"), err)
+	if err := b.mkdir("", "init"); err != nil {
+		return err
 	}
-	// To clone into a group the kernel wants the group's and the common parent's cgroup.procs to be writable.
-	if err := unix.Chown(b.v2("cgroup.procs"), b.owner, b.owner); err != nil {
-		return fmt.Errorf("own cgroup %s: %w", b.v2(), err)
+	if err := b.own(); err != nil {
+		return err
 	}
 	for _, c := range b.g.limits {
-		if err := unix.Mkdir(b.v1(c), 0o755); err != nil {
-			return fmt.Errorf("make cgroup %s: %w", b.v1(c), err)
+		if err := b.mkdir(c); err != nil {
+			return err
 		}
 	}
 	return b.limit()
@@ -254,7 +339,8 @@ func (b *group) make() error {
 
 func (b *group) limit() error {
 	set := func(ctrl, file, value string) error {
-		if err := writeFile(filepath.Join(b.where(ctrl), file), value); err != nil {
+		dir, path := b.atOf(ctrl, file)
+		if err := writeFileAt(dir, path, value); err != nil {
 			return fmt.Errorf("set %s to %s: %w", file, value, err)
 		}
 		return nil
@@ -275,8 +361,8 @@ func (b *group) limit() error {
 	}
 	errs = append(errs, set("pids", "pids.max", pids))
 	if b.g.in2["cpu"] {
-		errs = append(errs, b.limitCPU(b.v2()))
-		errs = append(errs, writeFile(b.v2("cgroup.subtree_control"), "+cpu +memory"))
+		errs = append(errs, b.limitCPU())
+		errs = append(errs, b.write("+cpu +memory", "", "cgroup.subtree_control"))
 	} else {
 		if w := b.res.CPUWeight; w != 0 && w != 100 {
 			errs = append(errs, set("cpu", "cpu.shares", strconv.FormatInt(max(2, w*1024/100), 10)))
@@ -288,14 +374,14 @@ func (b *group) limit() error {
 	return errors.Join(errs...)
 }
 
-func (b *group) limitCPU(dir string) error {
+func (b *group) limitCPU(sub ...string) error {
 	if w := b.res.CPUWeight; w != 0 && w != 100 {
-		if err := writeFile(dir+"/cpu.weight", strconv.FormatInt(w, 10)); err != nil {
+		if err := b.write(strconv.FormatInt(w, 10), "", append(sub, "cpu.weight")...); err != nil {
 			return err
 		}
 	}
 	if b.res.CPU > 0 {
-		return writeFile(dir+"/cpu.max", strconv.FormatInt(b.res.CPU*100, 10)+" 100000")
+		return b.write(strconv.FormatInt(b.res.CPU*100, 10)+" 100000", "", append(sub, "cpu.max")...)
 	}
 	return nil
 }
@@ -303,7 +389,7 @@ func (b *group) limitCPU(dir string) error {
 // attach puts process 1 into the v1 groups; into the v2 group it was born.
 func (b *group) attach(pid int) error {
 	for _, c := range b.g.limits {
-		if err := writeFile(b.v1(c)+"/cgroup.procs", strconv.Itoa(pid)); err != nil {
+		if err := b.write(strconv.Itoa(pid), c, "cgroup.procs"); err != nil {
 			return fmt.Errorf("attach to %s: %w", b.v1(c), err)
 		}
 	}
@@ -324,18 +410,18 @@ func (b *group) take() (name string, cpu time.Duration, err error) {
 		return g.name, g.cpu, nil
 	}
 	name = "cmd-" + strconv.Itoa(b.next)
-	if err := unix.Mkdir(b.v2(name), 0o755); err != nil {
-		return "", 0, fmt.Errorf("make cgroup %s: %w", b.v2(name), err)
+	if err := b.mkdir("", name); err != nil {
+		return "", 0, err
 	}
 	b.next++
-	if err := unix.Chown(b.v2(name, "cgroup.procs"), b.owner, b.owner); err != nil {
-		unix.Rmdir(b.v2(name))
-		return "", 0, fmt.Errorf("own cgroup %s: %w", name, err)
+	if err := b.own(name); err != nil {
+		b.rmdir("", name)
+		return "", 0, err
 	}
 	if b.g.pure() { // a JVM and Go read the leaf alone
-		err := writeFile(b.v2(name, "memory.max"), strconv.FormatInt(b.res.Memory, 10))
-		if err := errors.Join(err, b.limitCPU(b.v2(name))); err != nil {
-			unix.Rmdir(b.v2(name))
+		err := b.write(strconv.FormatInt(b.res.Memory, 10), "", name, "memory.max")
+		if err := errors.Join(err, b.limitCPU(name)); err != nil {
+			b.rmdir("", name)
 			return "", 0, fmt.Errorf("limit cgroup %s: %w", name, err)
 		}
 	}
@@ -353,7 +439,7 @@ func (b *group) putKnown(name string, populated bool, cpu time.Duration) {
 		b.used = append(b.used, name)
 	case b.isSpent(name) || len(b.spare) >= spareGroups:
 		b.files.drop(name)
-		if unix.Rmdir(b.v2(name)) != nil {
+		if b.rmdir("", name) != nil {
 			b.used = append(b.used, name)
 		} else {
 			b.spent.Delete(name)
@@ -377,7 +463,7 @@ func (b *group) kill(sub ...string) error {
 	if len(sub) == 1 {
 		b.spent.Store(sub[0], true)
 	}
-	return writeFile(b.v2(append(sub, "cgroup.kill")...), "1")
+	return b.write("1", "", append(sub, "cgroup.kill")...)
 }
 
 // freeze stops or starts a group and waits until it stands still.
@@ -419,15 +505,18 @@ func (b *group) remove(names []string, within time.Duration) error {
 	b.closePeak()
 	end := time.Now().Add(within)
 	for _, c := range b.g.limits {
+		if err := b.rmdir(c); err == nil || err == unix.ENOENT {
+			continue
+		}
 		if err := rmdirRetry(b.v1(c), end); err != nil {
 			return err
 		}
 	}
 	// The names are known; what else there may be (a sandbox can make no group) is looked for only when the first try fails.
 	for _, name := range names {
-		unix.Rmdir(b.v2(name))
+		b.rmdir("", name)
 	}
-	if err := unix.Rmdir(b.v2()); err == nil || err == unix.ENOENT {
+	if err := b.rmdir(""); err == nil || err == unix.ENOENT {
 		return nil
 	}
 	return rmTree(b.v2(), end)
@@ -582,8 +671,10 @@ func (b *group) stats() sandbox.Stats {
 
 // Small files of the kernel are read and written without the poller and without a finalizer: this is the hot path.
 
-func writeFile(path, value string) error {
-	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+func writeFile(path, value string) error { return writeFileAt(unix.AT_FDCWD, path, value) }
+
+func writeFileAt(dir int, path, value string) error {
+	fd, err := unix.Openat(dir, path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return &os.PathError{Op: "open", Path: path, Err: err}
 	}

@@ -187,10 +187,10 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 		}
 		fds = far
 	}
-	at, err := unix.Open(b.grp.v2(group), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	at, err := b.grp.open(group)
 	if err != nil {
 		b.giveBack(c)
-		return fmt.Errorf("open cgroup: %w", err)
+		return err
 	}
 	defer unix.Close(at)
 	c.mu.Lock()

@@ -448,7 +448,7 @@ func makeTemplates(dir string, g *cgroups) (*templates, error) {
 		return nil, fmt.Errorf("fill /sys template: %w", err)
 	}
 	for c, at := range g.shown {
-		fd, err := cloneRO(filepath.Join(at, g.name))
+		fd, err := cloneRO(unix.AT_FDCWD, filepath.Join(at, g.name))
 		if err != nil {
 			return nil, err
 		}
@@ -523,8 +523,8 @@ func (g *cgroups) places() []place {
 }
 
 // cloneRO returns a detached read-only clone of a folder's mount.
-func cloneRO(path string) (int, error) {
-	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+func cloneRO(dir int, path string) (int, error) {
+	fd, err := unix.OpenTree(dir, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {
 		return -1, fmt.Errorf("clone %s: %w", path, err)
 	}

@@ -2,7 +2,6 @@ package keeper
 
 import (
 	"container/list"
-	"path/filepath"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -97,20 +96,22 @@ func (b *group) with(k kernelFile, use func(fd int) error) error {
 	defer b.files.mu.Unlock()
 	fd, ok := b.files.open[k]
 	if !ok {
-		dir, flags := "", unix.O_RDONLY|unix.O_CLOEXEC
+		flags := unix.O_RDONLY | unix.O_CLOEXEC
+		var dir int
+		var path string
 		switch {
 		case k.ctrl != "":
-			dir = b.where(k.ctrl)
+			dir, path = b.atOf(k.ctrl, k.file)
 		case k.group != "":
-			dir = b.v2(k.group)
+			dir, path = b.at("", k.group, k.file)
 		default:
-			dir = b.v2()
+			dir, path = b.at("", k.file)
 		}
 		if k == peakV1 {
 			flags = unix.O_RDWR | unix.O_CLOEXEC
 		}
 		var err error
-		if fd, err = unix.Open(filepath.Join(dir, k.file), flags, 0); err != nil {
+		if fd, err = unix.Openat(dir, path, flags, 0); err != nil {
 			return err
 		}
 		b.files.open[k] = fd
