@@ -103,15 +103,22 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, fill
 	if err != nil {
 		return Descriptor{}, fmt.Errorf("build layer: %w", err)
 	}
+	return c.keep(ctx, project, draft, built, form, opt)
+}
+
+// keep publishes what was built and holds it for the project; with none, nobody holds it yet.
+func (c *Catalogue) keep(ctx context.Context, project string, draft *formDraft, built *Built, form Form, opt Options) (Descriptor, error) {
 	d := Descriptor{
-		ID: built.ID, Arch: built.Arch, Forms: []Form{form}, Parents: opt.Parents,
+		ID: built.ID, Arch: built.Arch, Forms: []Form{form}, Parents: opt.Parents, Opaque: built.Opaque,
 		Created: c.now().UTC(), Source: opt.Source, Entries: built.Entries, Bytes: built.Bytes,
 	}
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err := c.hold(ctx, project, d.ID); err != nil {
-		return Descriptor{}, err
+	if project != "" {
+		if err := c.hold(ctx, project, d.ID); err != nil {
+			return Descriptor{}, err
+		}
 	}
 	old, err := c.Descriptor(ctx, d.ID)
 	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {

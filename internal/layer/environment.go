@@ -125,6 +125,9 @@ func (c *Catalogue) compose(ctx context.Context, project string, refs []string) 
 				return nil, "", nil, fmt.Errorf("layer %s: is a snapshot taken on other layers than those below it here; use it alone or rebuild it: %w", s, sandbox.ErrInvalid)
 			}
 		}
+		if d.Opaque {
+			stack = nil
+		}
 		if other, twice := from[d.ID]; twice {
 			return nil, "", nil, fmt.Errorf("layer %s: is the same as %s: %w", s, other, sandbox.ErrInvalid)
 		}

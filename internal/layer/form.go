@@ -199,12 +199,24 @@ func (d *formDraft) discard() {
 
 // finish lays out the tree, whose contents lie in the draft's image, and returns the form.
 func (d *formDraft) finish(ctx context.Context, t *tree) (*Built, Form, error) {
+	var hot int64
+	if len(t.opt.Hot) > 0 && d.image.Split() {
+		var err error
+		if hot, err = d.moveHot(ctx, t); err != nil {
+			return nil, Form{}, err
+		}
+	}
+	return d.finishOrdered(ctx, t, hot)
+}
+
+// finishOrdered is finish for contents that lie in their final order.
+func (d *formDraft) finishOrdered(ctx context.Context, t *tree, hot int64) (*Built, Form, error) {
 	built, err := t.seal()
 	if err != nil {
 		return nil, Form{}, err
 	}
 	if d.image.Split() {
-		if err := d.finishData(ctx, t); err != nil {
+		if err := d.finishData(ctx, hot); err != nil {
 			return nil, Form{}, err
 		}
 	}
@@ -218,14 +230,7 @@ func (d *formDraft) finish(ctx context.Context, t *tree) (*Built, Form, error) {
 	return built, d.form, nil
 }
 
-func (d *formDraft) finishData(ctx context.Context, t *tree) error {
-	var hot int64
-	if len(t.opt.Hot) > 0 {
-		var err error
-		if hot, err = d.moveHot(ctx, t); err != nil {
-			return err
-		}
-	}
+func (d *formDraft) finishData(ctx context.Context, hot int64) error {
 	size, err := d.image.EndData()
 	if err != nil || size == 0 {
 		return err

@@ -1,9 +1,10 @@
 package layer
 
 import (
+	"cmp"
 	"context"
 	"fmt"
-	"path"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -26,56 +27,88 @@ func (d *formDraft) moveHot(ctx context.Context, t *tree) (int64, error) {
 	d.data = fresh
 	defer spool.Discard()
 	image := erofs.NewSplitWriter(d.meta, fresh)
-	done := map[*erofs.Inode]bool{}
-	move := func(name string, in *erofs.Inode) error {
-		if done[in] {
-			return nil
-		}
+	hot, err := inOrder(t.root, hotFiles(t.root, t.opt.Hot), image.Size, func(name string, in *erofs.Inode) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		done[in] = true
 		c, err := image.Copy(spool, in.Data)
 		if err != nil {
 			return fmt.Errorf("entry %.200q: lay out: %w", name, err)
 		}
 		in.Data = c
 		return nil
-	}
-	for i, name := range t.opt.Hot {
-		if i == maxHot {
-			break
-		}
-		if in := resolve(t.root, name); in != nil {
-			if err := move(name, in); err != nil {
-				return 0, err
-			}
-		}
-	}
-	hot := image.Size()
-	var rest func(dir *erofs.Inode, at string) error
-	rest = func(dir *erofs.Inode, at string) error {
-		for _, n := range dir.Names() {
-			in := dir.Children[n]
-			name := path.Join(at, n)
-			var err error
-			switch in.Mode & unix.S_IFMT {
-			case unix.S_IFDIR:
-				err = rest(in, name)
-			case unix.S_IFREG:
-				err = move(name, in)
-			}
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	if err := rest(t.root, ""); err != nil {
+	})
+	if err != nil {
 		return 0, err
 	}
 	d.image, t.image = image, image
 	return hot, nil
+}
+
+// hotFiles finds the regular files that a list names.
+func hotFiles(root *erofs.Inode, list []string) []*erofs.Inode {
+	var out []*erofs.Inode
+	for _, name := range list[:min(len(list), maxHot)] {
+		if in := resolve(root, name); in != nil {
+			out = append(out, in)
+		}
+	}
+	return out
+}
+
+// storedHot finds the files of a layer whose contents lie in the first hot octets, in their order.
+func storedHot(root *erofs.Inode, hot int64) []*erofs.Inode {
+	var out []*erofs.Inode
+	if hot == 0 {
+		return nil
+	}
+	eachFile(root, func(_ string, in *erofs.Inode) error {
+		if at, ok := in.Data.Start(); ok && at < hot {
+			out = append(out, in)
+		}
+		return nil
+	})
+	slices.SortStableFunc(out, func(a, b *erofs.Inode) int {
+		at, _ := a.Data.Start()
+		bt, _ := b.Data.Start()
+		return cmp.Compare(at, bt)
+	})
+	return out
+}
+
+// inOrder visits the regular files of a tree, each inode once: first the hot ones in their order, as far as they are in the tree, then
+// the others. It returns what size said in between.
+func inOrder(root *erofs.Inode, hot []*erofs.Inode, size func() int64, visit func(name string, in *erofs.Inode) error) (int64, error) {
+	names := map[*erofs.Inode]string{}
+	for _, in := range hot {
+		names[in] = ""
+	}
+	if len(hot) > 0 {
+		eachFile(root, func(path string, in *erofs.Inode) error {
+			if _, ok := names[in]; ok {
+				names[in] = path
+			}
+			return nil
+		})
+	}
+	done := map[*erofs.Inode]bool{}
+	start := size()
+	for _, in := range hot {
+		if names[in] == "" || done[in] {
+			continue
+		}
+		done[in] = true
+		if err := visit(names[in], in); err != nil {
+			return 0, err
+		}
+	}
+	n := size() - start
+	return n, eachFile(root, func(path string, in *erofs.Inode) error {
+		if done[in] {
+			return nil
+		}
+		return visit(path, in)
+	})
 }
 
 // resolve finds the regular file that a path of the tree means, links followed; nil when there is none.

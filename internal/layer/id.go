@@ -70,7 +70,9 @@ type Descriptor struct {
 	Forms []Form `json:"forms"`
 	// Parents are the layers, lowest first, on which a snapshot was taken. It holds only what was changed over them and can
 	// be stacked on nothing else.
-	Parents []ID      `json:"parents,omitempty"`
+	Parents []ID `json:"parents,omitempty"`
+	// Opaque says that the root hides all layers below, which overlayfs does not know of roots: they must not be stacked below it.
+	Opaque  bool      `json:"opaque,omitempty"`
 	Created time.Time `json:"created"`
 	Source  string    `json:"source,omitempty"` // what it was built from, for people
 	Entries int64     `json:"entries"`          // names in the tree
@@ -139,6 +141,7 @@ type Options struct {
 type Built struct {
 	ID      ID
 	Arch    string
+	Opaque  bool // the root hides all layers below
 	Entries int64
 	Bytes   int64
 	Size    int64    // of the image, octets; of its metadata when it is split

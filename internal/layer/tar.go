@@ -105,7 +105,7 @@ func parts(name string) ([]string, error) {
 		case p == "" || p == ".":
 		case p == "..":
 			return nil, fmt.Errorf("entry %.200q: \"..\" could leave the layer: %w", name, sandbox.ErrInvalid)
-		case len(p) > 255:
+		case len(strings.TrimPrefix(p, whiteoutPrefix)) > 255:
 			return nil, fmt.Errorf("entry %.200q: a part of %d octets, at most 255: %w", name, len(p), sandbox.ErrInvalid)
 		default:
 			list = append(list, p)

@@ -74,6 +74,11 @@ func newDir() *erofs.Inode {
 	return &erofs.Inode{Mode: unix.S_IFDIR | 0o755, Children: map[string]*erofs.Inode{}}
 }
 
+func isOpaque(in *erofs.Inode) bool {
+	v, ok := in.Get(opaqueMark)
+	return ok && string(v) == "y"
+}
+
 func newWhiteout() *erofs.Inode { return &erofs.Inode{Mode: unix.S_IFCHR} }
 
 func (t *tree) skip(path, reason string) {
@@ -243,6 +248,7 @@ func (t *tree) seal() (*Built, error) {
 	return &Built{
 		ID:      ID(idPrefix + hex.EncodeToString(sum[:])),
 		Arch:    t.architecture(),
+		Opaque:  isOpaque(t.root),
 		Entries: entries,
 		Bytes:   octets,
 		Skipped: t.skipped,

@@ -60,6 +60,19 @@ func (c Content) Stored() int64 {
 	return n
 }
 
+// Start is where the content's first octet lies in the file that holds contents; false when nothing of it is stored.
+func (c Content) Start() (int64, bool) {
+	if c.chunks == nil {
+		return int64(c.block) * BlockSize, c.Size > 0
+	}
+	for _, b := range c.chunks {
+		if b != noBlock {
+			return int64(b) * BlockSize, true
+		}
+	}
+	return 0, false
+}
+
 // Writer writes one image.
 type Writer struct {
 	out  Output
