@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/placement"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -154,11 +155,16 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 		Network: sandbox.NetworkMode(q.GetNetwork()), BestEffort: q.GetBestEffort(), NoNewPrivs: q.GetNoNewPrivs(), Durability: sandbox.Durability(q.GetDurability()),
 	}
 	switch {
-	case q.Environment != "" && len(q.Layers) > 0:
-		return nil, nil, fmt.Errorf("environment and layers: give one of them: %w", sandbox.ErrInvalid)
-	case q.Environment != "":
-		e, err := g.layers.Resolve(ctx, project, q.Environment)
+	case q.Environment != "" && len(q.Layers) > 0, q.Image != "" && (q.Environment != "" || len(q.Layers) > 0):
+		return nil, nil, fmt.Errorf("environment, layers and image: give one of them: %w", sandbox.ErrInvalid)
+	case q.Pull != "" && q.Image == "":
+		return nil, nil, fmt.Errorf("pull %.40q: is about an image, and none is named: %w", q.Pull, sandbox.ErrInvalid)
+	case q.Environment != "" || q.Image != "":
+		e, err := g.environment(ctx, project, q)
 		if err != nil {
+			return nil, nil, err
+		}
+		if err := imageEntry(spec, q, &e); err != nil {
 			return nil, nil, err
 		}
 		spec.EnvName = e.Ref()
@@ -194,6 +200,30 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 		return nil, nil, err
 	}
 	return &dsecv1.HostCreateRequest{Spec: rpc.SpecProto(spec, secret), RequestHash: hash, Request: q}, spec, nil
+}
+
+// environment finds the environment that a create names, by itself or by the image it is made of.
+func (g *Gateway) environment(ctx context.Context, project string, q *dsecv1.CreateRequest) (layer.Environment, error) {
+	if q.Image != "" {
+		return g.imageEnvironment(ctx, project, q.Image, q.Pull)
+	}
+	return g.layers.Resolve(ctx, project, q.Environment)
+}
+
+// imageEntry makes the image's own program the sandbox's entrypoint when the create asks for it.
+func imageEntry(spec *sandbox.Spec, q *dsecv1.CreateRequest, e *layer.Environment) error {
+	if !q.ImageEntrypoint {
+		return nil
+	}
+	i := e.Spec.Image
+	switch {
+	case len(spec.Entry) > 0:
+		return fmt.Errorf("entrypoint and image_entrypoint: give one of them: %w", sandbox.ErrInvalid)
+	case i == nil || len(i.Entrypoint)+len(i.Cmd) == 0:
+		return fmt.Errorf("image_entrypoint: environment %s has none: %w", e.Ref(), sandbox.ErrInvalid)
+	}
+	spec.Entry = append(append([]string{}, i.Entrypoint...), i.Cmd...)
+	return nil
 }
 
 // over lays the limits of a request on an environment's.

@@ -28,6 +28,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/iam"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/obs"
+	"github.com/dsec-dev/dsec/internal/oci"
 	"github.com/dsec-dev/dsec/internal/placement"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -55,6 +56,7 @@ type Deps struct {
 	Fleet    Fleet
 	Keys     *iam.Keys
 	Layers   *layer.Catalogue
+	Images   *oci.Images // nil: creates name no images
 	Log      *slog.Logger
 	Registry *prometheus.Registry // nil: no metrics
 }
@@ -65,6 +67,7 @@ type Gateway struct {
 	fleet   Fleet
 	keys    *iam.Keys
 	layers  *layer.Catalogue
+	images  *oci.Images
 	log     *slog.Logger
 	edge    *rpc.Edge
 	handler http.Handler
@@ -73,8 +76,8 @@ type Gateway struct {
 	leaving atomic.Bool
 	// abandoned counts creates whose sandboxes are being stopped since nobody could find them.
 	abandoned atomic.Int64
-	askTime time.Duration
-	born    time.Time
+	askTime   time.Duration
+	born      time.Time
 
 	recentMu sync.Mutex
 	recent   placement.Recent
@@ -94,11 +97,12 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		cfg.Role = "gateway"
 	}
 	cfg.Domain = strings.ToLower(strings.Trim(cfg.Domain, "."))
-	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, log: d.Log, askTime: askTime, born: time.Now()}
+	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, images: d.Images, log: d.Log, askTime: askTime, born: time.Now()}
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
 		dsecv1connect.SandboxServiceCreateBatchProcedure: 15 * time.Minute,
+		dsecv1connect.ImageServicePutImageProcedure:      15 * time.Minute,
 		dsecv1connect.SandboxServiceCreateProcedure:      5 * time.Minute, // above the request's own deadline
 	}}
 	if d.Registry != nil {
@@ -123,6 +127,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLayerServiceHandler(layers{g: g}, opts...))
+	mux.Handle(dsecv1connect.NewImageServiceHandler(images{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewIamServiceHandler(keys{g: g}, opts...))
 	mux.HandleFunc("GET /v1/files/{sandbox}", g.readFile)
 	mux.HandleFunc("PUT /v1/files/{sandbox}", g.writeFile)

@@ -221,6 +221,7 @@ func environmentProto(e layer.Environment) *dsecv1.Environment {
 	out := &dsecv1.Environment{
 		Name: e.Name, Version: int64(e.N), Base: e.Spec.Base, Workspace: e.Spec.Workspace, Kits: e.Spec.Kits, Env: rpc.EnvVars(e.Spec.Env, nil),
 		User: e.Spec.User, Cwd: strings.ToValidUTF8(e.Spec.Cwd, "\uFFFD"), Resources: rpc.ResourcesProto(e.Spec.Resources), Created: rpc.Timestamp(e.Created), Current: e.Current,
+		Image: imageConfigProto(e.Spec.Image),
 	}
 	for _, l := range e.Layers {
 		out.Layers = append(out.Layers, string(l))

@@ -62,6 +62,8 @@ var ranks = []struct {
 	{"internal/density", 2},
 	{"internal/layer", 3},
 	{"internal/trajectory", 3},
+	{"internal/oci", 4},
+	{"internal/build", 4},
 	{"internal/iam", 4},
 	{"internal/job", 3},
 	{"internal/rpc", 3},
