@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/gateway"
@@ -106,7 +107,11 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
 		return nil, err
 	}
-	if m.backend, err = container.New(cc, container.Deps{Layers: layer.New(nil, st), Uppers: m.pool, Log: logger}); err != nil {
+	layers, err := blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(p.State, "layers")}, layer.New(nil, st), st, nil, logger)
+	if err != nil {
+		return nil, err
+	}
+	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger}); err != nil {
 		return nil, err
 	}
 	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {

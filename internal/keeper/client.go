@@ -99,14 +99,22 @@ func (c *Client) Err() error { return context.Cause(c.ctx) }
 // when it has taken back what List returned.
 func (c *Client) Deliver(ctx context.Context) error { return c.do(ctx, opDeliver, nil, nil) }
 
-// MountLayer mounts an EROFS file under an ID in the keeper's layer namespace. An ID that is mounted already is left as it is.
-func (c *Client) MountLayer(ctx context.Context, id, file string) error {
-	f, err := os.Open(file)
-	if err != nil {
-		return fmt.Errorf("keeper: mount layer %s: %w", id, err)
+// Image is a layer to mount: an EROFS image and, where its contents lie apart, the file that is its extra device.
+type Image struct {
+	Meta *os.File
+	Data *os.File // nil: none
+	// Direct reads past the page cache that belongs to the files, where the kernel can: EROFS has one of its own.
+	Direct bool
+}
+
+// MountLayer mounts an image under an ID in the keeper's layer namespace. An ID that is mounted already is left as it is. The caller
+// closes the files.
+func (c *Client) MountLayer(ctx context.Context, id string, i Image) error {
+	fds := []int{int(i.Meta.Fd())}
+	if i.Data != nil {
+		fds = append(fds, int(i.Data.Fd()))
 	}
-	defer f.Close()
-	fds, err := c.call(ctx, opMountLayer, &layerRequest{ID: id, File: file}, nil, int(f.Fd()))
+	fds, err := c.call(ctx, opMountLayer, &layerRequest{ID: id, File: i.Meta.Name(), Direct: i.Direct}, nil, fds...)
 	closeAll(fds)
 	return err
 }

@@ -386,7 +386,7 @@ func TestHostile(t *testing.T) {
 		}
 	}
 	// A link as /etc must not lead out.
-	if err := h.c.MountLayer(within(t), "links", linkLayer(t)); err != nil {
+	if err := mountFile(within(t), h.c, "links", linkLayer(t)); err != nil {
 		t.Fatal(err)
 	}
 	b := h.birth()

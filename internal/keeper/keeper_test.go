@@ -123,7 +123,7 @@ func open(t testing.TB) *house {
 	}
 	h.dial()
 	t.Cleanup(h.close)
-	if err := h.c.MountLayer(ctx, "base", layerFile(t, nil)); err != nil {
+	if err := mountFile(ctx, h.c, "base", layerFile(t, nil)); err != nil {
 		t.Fatal(err)
 	}
 	if err := h.c.Deliver(ctx); err != nil {
@@ -375,4 +375,13 @@ func TestBirthAndCommand(t *testing.T) {
 	if l, err := h.c.List(within(t)); err != nil || len(l) != 0 {
 		t.Errorf("after destroy: %v, %v", l, err)
 	}
+}
+
+func mountFile(ctx context.Context, c *Client, id, path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return c.MountLayer(ctx, id, Image{Meta: f})
 }

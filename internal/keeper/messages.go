@@ -13,8 +13,9 @@ type (
 		Host    string // identity of the host, for the log
 	}
 	layerRequest struct {
-		ID   string
-		File string
+		ID     string
+		File   string // for people
+		Direct bool   // read past the page cache of its files
 	}
 	layersResponse struct{ IDs []string }
 	boxRequest     struct{ Box sandbox.ID }

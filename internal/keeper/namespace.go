@@ -75,7 +75,6 @@ type layers struct {
 
 	mu      sync.Mutex
 	mounted map[string]bool
-	loops   bool // layers are mounted by loop device: this kernel's EROFS can't read a file by itself
 }
 
 // newLayers makes the namespace. dir is an empty folder of the run folder; it is left as it is outside.
@@ -150,11 +149,23 @@ func checkLayerID(id string) error {
 	return nil
 }
 
-// mount mounts the EROFS file that fd refers to, once.
-func (l *layers) mount(_ context.Context, id string, fd int) error {
+// mount mounts an EROFS image, once: fds are its file and, where its contents lie apart, that of its extra device. Only the attaching is
+// done on the namespace's thread, which births wait for: a file of the blob daemon can be opened only while that lives.
+func (l *layers) mount(_ context.Context, id string, fds []int, direct bool) error {
 	if err := checkLayerID(id); err != nil {
 		return err
 	}
+	l.mu.Lock()
+	have := l.mounted[id]
+	l.mu.Unlock()
+	if have {
+		return nil
+	}
+	m, err := openLayer(fds, direct)
+	if err != nil {
+		return fmt.Errorf("mount layer %s: %w", id, err)
+	}
+	defer unix.Close(m)
 	return l.do(func() error {
 		l.mu.Lock()
 		have := l.mounted[id]
@@ -162,14 +173,6 @@ func (l *layers) mount(_ context.Context, id string, fd int) error {
 		if have {
 			return nil
 		}
-		m, err := openErofs("/proc/self/fd/" + strconv.Itoa(fd))
-		if errors.Is(err, unix.ENOTBLK) {
-			m, err = l.openLoop(fd)
-		}
-		if err != nil {
-			return fmt.Errorf("mount layer %s: %w", id, err)
-		}
-		defer unix.Close(m)
 		at := "/layers/" + id
 		if err := unix.Mkdir(at, 0o700); err != nil && err != unix.EEXIST {
 			return fmt.Errorf("mount layer %s: %w", id, err)
@@ -239,8 +242,26 @@ func (l *layers) clones(ids []string) ([]int, error) {
 	return fds, nil
 }
 
-// openErofs makes a detached mount of an EROFS file or block device. ENOTBLK: this kernel wants a block device.
-func openErofs(source string) (int, error) {
+// openLayer makes a detached mount of an image's files, through loop devices where this kernel's EROFS reads no files (before 6.12), or
+// not those of this file system.
+func openLayer(fds []int, direct bool) (int, error) {
+	paths := make([]string, len(fds))
+	for i, fd := range fds {
+		paths[i] = "/proc/self/fd/" + strconv.Itoa(fd)
+	}
+	m, err := openErofs(paths, direct)
+	if direct && errors.Is(err, unix.EINVAL) {
+		m, err = openErofs(paths, false) // the kernel has no such option, or the file can't be read so
+	}
+	if errors.Is(err, unix.ENOTBLK) {
+		return openLoops(fds)
+	}
+	return m, err
+}
+
+// openErofs makes a detached mount of an EROFS image: a file or block device, and those of its extra devices. ENOTBLK: this kernel wants
+// block devices.
+func openErofs(sources []string, direct bool) (int, error) {
 	fs, err := unix.Fsopen("erofs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return -1, fmt.Errorf("erofs: %w", err)
@@ -249,8 +270,19 @@ func openErofs(source string) (int, error) {
 	if err := unix.FsconfigSetFlag(fs, "ro"); err != nil {
 		return -1, fsError(fs, "erofs", err)
 	}
-	if err := unix.FsconfigSetString(fs, "source", source); err != nil {
-		return -1, fsError(fs, "erofs", err)
+	if direct {
+		if err := unix.FsconfigSetFlag(fs, "directio"); err != nil {
+			return -1, fsError(fs, "erofs", err)
+		}
+	}
+	for i, source := range sources {
+		key := "device"
+		if i == 0 {
+			key = "source"
+		}
+		if err := unix.FsconfigSetString(fs, key, source); err != nil {
+			return -1, fsError(fs, "erofs", err)
+		}
 	}
 	if err := unix.FsconfigCreate(fs); err != nil {
 		return -1, fsError(fs, "erofs", err)
@@ -275,21 +307,37 @@ func fsError(fs int, what string, err error) error {
 	return fmt.Errorf("%s: %w (%s)", what, err, strings.Join(text, "; "))
 }
 
-// openLoop mounts through a loop device, which goes away with the mount.
-func (l *layers) openLoop(file int) (int, error) {
+// openLoops mounts through loop devices, which go away with the mount.
+func openLoops(files []int) (int, error) {
+	var devs []int
+	defer func() { closeAll(devs) }()
+	var paths []string
+	for _, f := range files {
+		path, dev, err := openLoop(f)
+		if err != nil {
+			return -1, err
+		}
+		devs, paths = append(devs, dev), append(paths, path)
+	}
+	return openErofs(paths, false)
+}
+
+// openLoop puts a loop device on a file. The device goes away when the descriptor and its mounts are closed.
+func openLoop(file int) (path string, dev int, err error) {
 	ctl, err := unix.Open("/dev/loop-control", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return -1, fmt.Errorf("loop device: %w", err)
+		return "", -1, fmt.Errorf("loop device: %w", err)
 	}
 	defer unix.Close(ctl)
 	for range 64 {
 		n, err := unix.IoctlRetInt(ctl, unix.LOOP_CTL_GET_FREE)
 		if err != nil {
-			return -1, fmt.Errorf("free loop device: %w", err)
+			return "", -1, fmt.Errorf("free loop device: %w", err)
 		}
-		dev, err := unix.Open("/dev/loop"+strconv.Itoa(n), unix.O_RDWR|unix.O_CLOEXEC, 0)
+		path := "/dev/loop" + strconv.Itoa(n)
+		dev, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC, 0)
 		if err != nil {
-			return -1, fmt.Errorf("loop device: %w", err)
+			return "", -1, fmt.Errorf("loop device: %w", err)
 		}
 		cfg := unix.LoopConfig{Fd: uint32(file), Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_READ_ONLY | unix.LO_FLAGS_AUTOCLEAR}}
 		copy(cfg.Info.File_name[:], "dsec-layer")
@@ -300,12 +348,9 @@ func (l *layers) openLoop(file int) (int, error) {
 		}
 		if err != nil {
 			unix.Close(dev)
-			return -1, fmt.Errorf("configure loop device: %w", err)
+			return "", -1, fmt.Errorf("configure loop device: %w", err)
 		}
-		m, err := openErofs("/dev/loop" + strconv.Itoa(n))
-		unix.Close(dev)
-		l.loops = true
-		return m, err
+		return path, dev, nil
 	}
-	return -1, fmt.Errorf("loop device: all taken: %w", sandbox.ErrExhausted)
+	return "", -1, fmt.Errorf("loop device: all taken: %w", sandbox.ErrExhausted)
 }

@@ -205,10 +205,10 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 		if err := decodeValue(f.body, &r); err != nil {
 			return nil, nil, err
 		}
-		if len(f.fds) != 1 {
-			return nil, nil, fmt.Errorf("mount layer: want its file's descriptor: %w", sandbox.ErrInvalid)
+		if len(f.fds) < 1 || len(f.fds) > 2 {
+			return nil, nil, fmt.Errorf("mount layer: want the descriptors of its file or two files: %w", sandbox.ErrInvalid)
 		}
-		return nil, nil, k.layers.mount(ctx, r.ID, f.fds[0])
+		return nil, nil, k.layers.mount(ctx, r.ID, f.fds, r.Direct)
 	case opUnmountLayer:
 		var r layerRequest
 		if err := decodeValue(f.body, &r); err != nil {

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/layer/upper"
@@ -74,8 +75,8 @@ func (c *Config) fill() error {
 
 // Layers is what the driver needs of the catalogue.
 type Layers interface {
-	// LayerPath is a layer's EROFS image as a file of this machine.
-	LayerPath(ctx context.Context, id layer.ID) (string, error)
+	// Files opens a layer's EROFS image, wherever it lies; the driver closes it.
+	Files(ctx context.Context, id layer.ID) (blob.LayerFiles, error)
 	// ImportUpper makes a layer of an overlay's upper folder.
 	ImportUpper(ctx context.Context, project, upper string, opt layer.Options) (layer.Descriptor, error)
 }

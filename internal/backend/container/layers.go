@@ -106,11 +106,12 @@ func (m *layerMounts) acquireOne(ctx context.Context, c *keeper.Client, layers L
 }
 
 func mountLayer(ctx context.Context, c *keeper.Client, layers Layers, id string) error {
-	file, err := layers.LayerPath(ctx, layer.ID(id))
+	f, err := layers.Files(ctx, layer.ID(id))
 	if err != nil {
 		return err
 	}
-	return c.MountLayer(ctx, id, file)
+	defer f.Close()
+	return c.MountLayer(ctx, id, keeper.Image{Meta: f.Meta, Data: f.Data, Direct: f.Direct})
 }
 
 // hold counts a user of layers that are mounted already, for recovery; the sandbox's own mounts keep them alive in any case.

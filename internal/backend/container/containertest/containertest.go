@@ -19,6 +19,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/backend/backendtest"
 	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/keeper"
@@ -100,6 +101,7 @@ func do(t testing.TB, err error) {
 type Env struct {
 	Backend   *container.Backend
 	Catalogue *layer.Catalogue
+	Layers    *blob.Layers
 	Uppers    *upper.Pool
 	Layer     string // of Root
 	Config    container.Config
@@ -137,6 +139,9 @@ func New(t testing.TB, o Options) *Env {
 	do(t, err)
 	t.Cleanup(func() { f.Close() })
 	e.Catalogue = layer.New(f, s)
+	if e.Layers, err = blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(dir, "layers")}, e.Catalogue, s, nil, e.log); err != nil {
+		t.Fatal(err)
+	}
 	d, err := e.Catalogue.ImportDir(t.Context(), "default", root, layer.Options{Source: "busybox"})
 	do(t, err)
 	e.Layer = string(d.ID)
@@ -176,7 +181,7 @@ func (e *Env) openPool(t testing.TB, dir, driver string) {
 // start makes a driver and runs it.
 func (e *Env) start(t testing.TB) {
 	t.Helper()
-	b, err := container.New(e.Config, container.Deps{Layers: e.Catalogue, Uppers: e.Uppers, Log: e.log})
+	b, err := container.New(e.Config, container.Deps{Layers: e.Layers, Uppers: e.Uppers, Log: e.log})
 	do(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
