@@ -107,6 +107,9 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.pool, err = upper.Open(ctx, upper.Config{State: p.State, Driver: f.PoolDriver, Size: int64(f.PoolSize)}, logger); err != nil {
 		return nil, err
 	}
+	if p.settings.Host.DiskReserve == "" {
+		hc.DiskReserve = diskReserve(hc.DiskReserve, m.pool.Describe().Total)
+	}
 	layers, err := blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(p.State, "layers")}, layer.New(nil, st), st, nil, logger)
 	if err != nil {
 		return nil, err
@@ -175,6 +178,15 @@ func (p *places) host(id sandbox.HostID) (host.Config, error) {
 	err := errors.Join(setSize(&hc.MemoryReserve, "host.memory_reserve", s.MemoryReserve), setSize(&hc.DiskReserve, "host.disk_reserve", s.DiskReserve),
 		setSize(&hc.LogReserve, "host.log_reserve", s.LogReserve), setDuration(&hc.Retention, "host.retention", s.Retention))
 	return hc, err
+}
+
+// diskReserve is what of a pool stays free where the operator said nothing: the usual, but of a small pool a twentieth, or it would
+// admit nothing. A total of 0 is the host's disk.
+func diskReserve(usual, total int64) int64 {
+	if total <= 0 {
+		return usual
+	}
+	return min(usual, total/20)
 }
 
 func freeSpace(dir string) (int64, error) {

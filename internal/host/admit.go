@@ -71,7 +71,7 @@ func (h *Host) admit(r reading) error {
 	case r.diskErr != nil:
 		return fmt.Errorf("host %s: read free disk: %w", h.cfg.ID, r.diskErr)
 	case h.deps.Disk != nil && r.disk < h.cfg.DiskReserve:
-		return refuse("%d MiB of disk free for sandboxes, %d MiB are kept free", r.disk>>20, h.cfg.DiskReserve>>20)
+		return refuse("%d MiB of disk free for sandboxes, %d MiB are kept free; stop some, give a larger --pool-size or a lower host.disk_reserve", r.disk>>20, h.cfg.DiskReserve>>20)
 	case r.logShort:
 		return refuse("the log's disk is full, what is left is kept for ends")
 	case r.log >= 0 && r.log < h.cfg.LogReserve:

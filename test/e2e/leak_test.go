@@ -36,7 +36,6 @@ func (s *service) usage() usage {
 func TestNothingLeaks(t *testing.T) {
 	t.Parallel()
 	s := newService(ownDir(t), "up", "--pool-size", "512m")
-	s.conf = "[host]\ndisk_reserve = \"16m\"\n"
 	start(t, s)
 	c := s.client()
 	small := s.small(t)
