@@ -43,6 +43,9 @@ type settings struct {
 		Domain string   `toml:"domain"`
 		Hosts  []string `toml:"hosts"`
 	} `toml:"gateway"`
+	Store []struct {
+		At string `toml:"at"`
+	} `toml:"store"`
 }
 
 func (p *places) load() error {

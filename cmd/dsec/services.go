@@ -32,7 +32,6 @@ import (
 	"github.com/dsec-dev/dsec/internal/obs"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
-	"github.com/dsec-dev/dsec/internal/store"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -45,12 +44,12 @@ func (keeperCmd) Run() error { return errors.New("the keeper is started by its h
 
 // hostFlags are what a host needs beside its places.
 type hostFlags struct {
-	PoolSize   size    `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
-	PoolDriver string  `help:"Force a pool driver: btrfs, btrfs-pool, project, ext4-image or tmpfs." placeholder:"NAME"`
-	StoreDir   string  `name:"store" help:"Folder that holds the layers (default: STATE/store)." type:"path" placeholder:"FOLDER"`
-	UIDBase    *uint32 `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
-	Slots      *int    `help:"Sandboxes that may live at once." placeholder:"N"`
-	Forget     bool    `name:"forget-unknown" help:"End living sandboxes that the log does not know, instead of refusing to start."`
+	PoolSize   size     `help:"Size of the pool for sandboxes' own writes (default: 20g or half of what is free)." placeholder:"SIZE"`
+	PoolDriver string   `help:"Force a pool driver: btrfs, btrfs-pool, project, ext4-image or tmpfs." placeholder:"NAME"`
+	Stores     []string `name:"store" help:"Store of the layers: a folder or s3://BUCKET/PREFIX?endpoint=URL (docs/ops/config.md); repeat: the first is written (default: STATE/store)." placeholder:"STORE" sep:"none"`
+	UIDBase    *uint32  `name:"uid-base" help:"First host uid for sandboxes; two hosts on one machine differ in it." placeholder:"N"`
+	Slots      *int     `help:"Sandboxes that may live at once." placeholder:"N"`
+	Forget     bool     `name:"forget-unknown" help:"End living sandboxes that the log does not know, instead of refusing to start."`
 }
 
 // machine is a host with all that runs for it.
@@ -87,7 +86,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.log, err = trajectory.Open(trajectory.Default(filepath.Join(p.State, "log")), logger); err != nil {
 		return nil, err
 	}
-	st, err := openStore(p, f.StoreDir)
+	st, err := openStore(p, f.Stores)
 	if err != nil {
 		return nil, err
 	}
@@ -126,13 +125,6 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 		Logger: logger, Registry: reg,
 	})
 	return m, err
-}
-
-func openStore(p *places, dir string) (*store.Dir, error) {
-	if dir == "" {
-		dir = filepath.Join(p.State, "store")
-	}
-	return store.NewDir(dir)
 }
 
 func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (container.Config, error) {
@@ -288,7 +280,7 @@ type gatewayFlags struct {
 	HostAddr []string `name:"host" help:"Address of a host: unix:/path, http://host:port or https://host:port; repeat." placeholder:"ADDR" sep:"none"`
 }
 
-func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role string, peer rpc.PeerConfig, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
+func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []string, role string, peer rpc.PeerConfig, reg *prometheus.Registry, logger *slog.Logger) (e *entry, err error) {
 	db, err := facts.OpenBolt(filepath.Join(p.State, "facts.db"))
 	if err != nil {
 		return nil, err
@@ -299,7 +291,7 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, storeDir, role
 		}
 	}()
 	e = &entry{logger: logger, facts: db}
-	st, err := openStore(p, storeDir)
+	st, err := openStore(p, stores)
 	if err != nil {
 		return nil, err
 	}
@@ -414,7 +406,7 @@ func (x *upCmd) Run(ctx context.Context) error {
 	x.HostAddr = append(x.HostAddr, inside)
 	local := new(rpc.Local)
 	peer := rpc.PeerConfig{Token: token, Local: map[string]*rpc.Local{inside: local}}
-	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "up", peer, reg, logger)
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.Stores, "up", peer, reg, logger)
 	if err != nil {
 		return err
 	}
@@ -458,8 +450,8 @@ func listen(socket, address string) ([]net.Listener, error) {
 type gatewayCmd struct {
 	places
 	gatewayFlags
-	StoreDir  string `name:"store" help:"Folder that holds the layers, shared with the hosts (default: STATE/store)." type:"path" placeholder:"FOLDER"`
-	TokenFile string `help:"File with the token that gateways and hosts share." type:"existingfile" required:""`
+	Stores    []string `name:"store" help:"Store of the layers, as the hosts have it: a folder or s3://BUCKET/PREFIX?endpoint=URL; repeat: the first is written (default: STATE/store)." placeholder:"STORE" sep:"none"`
+	TokenFile string   `help:"File with the token that gateways and hosts share." type:"existingfile" required:""`
 }
 
 // Run serves a gateway with its monitor.
@@ -472,7 +464,7 @@ func (x *gatewayCmd) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.StoreDir, "gateway", rpc.PeerConfig{Token: token}, obs.NewRegistry(), logger)
+	e, err := openGateway(ctx, &x.places, &x.gatewayFlags, x.Stores, "gateway", rpc.PeerConfig{Token: token}, obs.NewRegistry(), logger)
 	if err != nil {
 		return err
 	}
