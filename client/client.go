@@ -116,6 +116,7 @@ type Client struct {
 	Commands     dsecv1connect.CommandServiceClient
 	FileService  dsecv1connect.FileServiceClient
 	LayerService dsecv1connect.LayerServiceClient
+	ImageService dsecv1connect.ImageServiceClient
 	JobService   dsecv1connect.JobServiceClient
 	Logs         dsecv1connect.LogServiceClient
 	Keys         dsecv1connect.IamServiceClient
@@ -182,6 +183,7 @@ func New(cfg Config) (*Client, error) {
 	c.Commands = dsecv1connect.NewCommandServiceClient(c.http, c.base, opts...)
 	c.FileService = dsecv1connect.NewFileServiceClient(c.http, c.base, opts...)
 	c.LayerService = dsecv1connect.NewLayerServiceClient(c.http, c.base, opts...)
+	c.ImageService = dsecv1connect.NewImageServiceClient(c.http, c.base, opts...)
 	c.JobService = dsecv1connect.NewJobServiceClient(c.http, c.base, opts...)
 	c.Logs = dsecv1connect.NewLogServiceClient(c.http, c.base, opts...)
 	c.Keys = dsecv1connect.NewIamServiceClient(c.http, c.base, opts...)

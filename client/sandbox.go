@@ -14,7 +14,10 @@ import (
 // Options of a new sandbox. Zero values take the environment's defaults, else the platform's (SPECIFICATION.md).
 type Options struct {
 	Environment string   // name or name@version; or
-	Layers      []string // layer references, lowest first
+	Layers      []string // layer references, lowest first; or
+	Image       string   // OCI reference, as python:3.12; imported when it is not there
+	Pull        string   // of Image: missing (default) | always
+	ImageEntry  bool     // start the image's own entrypoint and command as the sandbox's entrypoint
 	Job         string
 	Key         string // idempotency key; made by the server when empty
 	Name        string
@@ -41,7 +44,7 @@ type Options struct {
 
 func (o *Options) request() *dsecv1.CreateRequest {
 	r := &dsecv1.CreateRequest{
-		Environment: o.Environment, Layers: o.Layers, Backend: "container", Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
+		Environment: o.Environment, Layers: o.Layers, Image: o.Image, Pull: o.Pull, ImageEntrypoint: o.ImageEntry, Backend: "container", Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
 		Network: o.Network, User: o.User, Env: envVars(o.Env, nil), Hostname: o.Hostname, Entrypoint: o.Entrypoint,
 		BestEffort: o.BestEffort, NoNewPrivs: o.NoNewPrivs, Durability: o.Durability, DeadlineMs: o.Deadline.Milliseconds(),
 		Resources: &dsecv1.Resources{Memory: o.Memory, Disk: o.Disk, Pids: o.Pids, CpuMilli: int64(o.CPU * 1000), CpuWeight: o.CPUWeight},

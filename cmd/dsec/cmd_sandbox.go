@@ -18,6 +18,9 @@ import (
 type sandboxFlags struct {
 	Env        string            `short:"e" help:"Environment (name or name@version)." placeholder:"NAME"`
 	Layer      []string          `help:"Layer instead of an environment; repeat, lowest first." placeholder:"REF" sep:"none"`
+	Image      string            `short:"I" help:"OCI image instead, such as python:3.12; imported when it is not there." placeholder:"REF"`
+	Pull       string            `help:"Of --image: missing (default) or always ask the registry what the tag means now." enum:"missing,always," default:"" placeholder:"WHEN"`
+	ImageEntry bool              `name:"image-entrypoint" help:"Start the image's entrypoint and command; their end ends the sandbox."`
 	Name       string            `help:"Name, unique among the living sandboxes of the project."`
 	Job        string            `help:"Job that the sandbox belongs to."`
 	KeyID      string            `name:"create-key" help:"Idempotency key: the same key never makes two." placeholder:"KEY"`
@@ -38,10 +41,16 @@ type sandboxFlags struct {
 }
 
 func (f *sandboxFlags) options() (client.Options, error) {
-	if (f.Env == "") == (len(f.Layer) == 0) {
-		return client.Options{}, fmt.Errorf("--env or --layer: give one of them (`dsec env ls` lists the environments)")
+	given := 0
+	for _, is := range []bool{f.Env != "", len(f.Layer) > 0, f.Image != ""} {
+		if is {
+			given++
+		}
 	}
-	return client.Options{Environment: f.Env, Layers: f.Layer, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
+	if given != 1 {
+		return client.Options{}, fmt.Errorf("--env, --image or --layer: give one of them (`dsec env ls` lists the environments)")
+	}
+	return client.Options{Environment: f.Env, Layers: f.Layer, Image: f.Image, Pull: f.Pull, ImageEntry: f.ImageEntry, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
 		Disk: int64(f.Disk), Pids: f.Pids, CPU: f.CPU, Idle: f.Idle, Total: f.Total, OnIdle: f.OnIdle, Network: f.Net, User: f.User, Cwd: f.Cwd,
 		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort}, nil
 }

@@ -43,7 +43,8 @@ type settings struct {
 		Domain string   `toml:"domain"`
 		Hosts  []string `toml:"hosts"`
 	} `toml:"gateway"`
-	Store []struct {
+	Images imageSettings `toml:"images"`
+	Store  []struct {
 		At string `toml:"at"`
 	} `toml:"store"`
 }

@@ -43,7 +43,8 @@ type cli struct {
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
 
 	Layer layerCmd `cmd:"" group:"environments" help:"Build, list, roll back and remove layers."`
-	Env   envCmd   `cmd:"" group:"environments" help:"Compose, list, roll back and remove environments."`
+	Env   envCmd   `cmd:"" group:"environments" help:"Compose, build, list, export, roll back and remove environments."`
+	Image imageCmd `cmd:"" group:"environments" help:"Import OCI images, list and remove them."`
 
 	Up      upCmd      `cmd:"" group:"services" help:"Run gateway, monitor and host of one machine."`
 	Gateway gatewayCmd `cmd:"" group:"services" help:"Run a gateway (with its monitor)."`

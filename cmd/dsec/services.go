@@ -30,6 +30,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/monitor"
 	"github.com/dsec-dev/dsec/internal/obs"
+	"github.com/dsec-dev/dsec/internal/oci"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/trajectory"
@@ -266,6 +267,7 @@ func (m *machine) stopAll() error {
 type entry struct {
 	gateway *gateway.Gateway
 	layers  *layer.Catalogue
+	images  *oci.Images
 	monitor *monitor.Monitor
 	facts   *facts.Bolt
 	logger  *slog.Logger
@@ -310,8 +312,11 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 		return nil, err
 	}
 	e.layers = layer.New(e.facts, st)
+	if e.images, err = p.images(e.layers, st, e.facts, logger); err != nil {
+		return nil, err
+	}
 	e.gateway, err = gateway.New(gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, OpenMetrics: f.Metrics},
-		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Log: logger, Registry: reg})
+		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Log: logger, Registry: reg})
 	if err != nil {
 		return nil, err
 	}
@@ -325,6 +330,7 @@ func (e *entry) serve(ctx context.Context, listeners ...net.Listener) error {
 	g.Go(func() error { return e.monitor.Run(run) })
 	g.Go(func() error { return e.server.Run(run, listeners...) })
 	g.Go(func() error { return e.sweep(run) })
+	g.Go(func() error { return e.images.Run(run) })
 	g.Go(func() error {
 		<-run.Done()
 		e.gateway.Leave()
