@@ -485,30 +485,3 @@ func TestArchitecture(t *testing.T) {
 		}
 	}
 }
-
-func FuzzFromTar(f *testing.F) {
-	f.Add(archive(f, folder("d"), file("d/a", "1"), hardlink("b", "d/a"), symlink("s", "d"), file(".wh.x", ""), file("d/.wh..wh..opq", "")))
-	f.Add(archive(f, file("../x", "1")))
-	pax := file("p", "x")
-	pax.PAXRecords = map[string]string{"SCHILY.xattr.user.a": "b"}
-	f.Add(archive(f, pax))
-	f.Fuzz(func(t *testing.T, data []byte) {
-		out, err := os.CreateTemp("", "dsec-fuzz-")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer os.Remove(out.Name())
-		defer out.Close()
-		limits := layer.Limits{Entries: 1000, Bytes: 16 << 20, Depth: 64, Xattrs: 1 << 20}
-		built, err := layer.FromTar(context.Background(), bytes.NewReader(data), out, layer.Options{Limits: limits})
-		if err != nil {
-			return
-		}
-		if _, err := layer.ParseID(string(built.ID)); err != nil {
-			t.Error(err)
-		}
-		if st, err := out.Stat(); err != nil || st.Size() != built.Size {
-			t.Errorf("size %d, file %d, %v", built.Size, st.Size(), err)
-		}
-	})
-}

@@ -392,7 +392,7 @@ func (c Content) Reader() *io.SectionReader {
 	if c.Size == 0 {
 		return io.NewSectionReader(bytes.NewReader(nil), 0, 0)
 	}
-	if c.from == nil {
+	if _, stored := c.Start(); stored && c.from == nil {
 		return nil
 	}
 	return io.NewSectionReader(contentReader{c}, 0, c.Size)
