@@ -135,10 +135,11 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 		return err
 	}
 	defer func() {
-		if r.shm >= 0 {
-			r.garbage = append(r.garbage, r.shm)
+		if err != nil || k.overlayByPath {
+			k.discard(r.fds())
+		} else {
+			closeAll(r.fds()) // all were attached
 		}
-		k.discard(append(r.garbage, r.overlay))
 	}()
 	ns, err := k.netns.take(ctx)
 	if err != nil {
@@ -203,6 +204,9 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 		}
 	}
 	ops = append(ops, wire.Op("private"))
+	if !b.k.overlayByPath {
+		add("drop", r.parent)
+	}
 	add("netns", b.netns)
 	add("root", r.overlay)
 	if err := move("/dev")(clonePlain(b.k.tmpl.dev)); err != nil {

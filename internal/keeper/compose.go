@@ -1,8 +1,6 @@
 package keeper
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -21,41 +19,35 @@ type root struct {
 	mapping string // "idmap" or "shifted"
 	shmKind string // "upper" or "tmpfs"
 	laid    map[string]string
-	garbage []int // detached mounts to close off the hot path: closing waits for an RCU grace period
+	parent  int // detached mount of the folder of upper and work
 }
 
-func (r *root) close() {
-	for _, fd := range []int{r.overlay, r.shm} {
-		if fd >= 0 {
-			unix.Close(fd)
-		}
-	}
-	closeAll(r.garbage)
-}
+// fds are the mounts' descriptors. Closing one that is still detached waits for the kernel (a grace period of RCU).
+func (r *root) fds() []int { return only([]int{r.overlay, r.shm, r.parent}) }
 
 // compose mounts the overlay of a birth and makes what every sandbox needs in it. parent is a detached mount of the folder that
 // holds upper and work; it becomes the keeper's.
 func (k *Keeper) compose(b *Birth, sl slot, parent int) (r *root, err error) {
-	r = &root{overlay: -1, shm: -1, mapping: "idmap", garbage: []int{parent}}
+	r = &root{overlay: -1, shm: -1, mapping: "idmap", parent: parent}
 	defer func() {
 		if err != nil {
-			r.close()
+			k.discard(r.fds())
 			r = nil
 		}
 		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
 			err = fmt.Errorf("%w: the sandbox's disk limit is too small, or the host's pool is full: %w", err, sandbox.ErrExhausted)
 		}
 	}()
-	lowers, err := k.layers.clones(b.Layers)
+	lowers, err := k.lowers.take(b.UIDBase, b.Layers, sl.user)
 	if err != nil {
 		return r, err
 	}
-	r.garbage = append(r.garbage, lowers...)
-	for i, fd := range lowers {
-		if err := idmap(fd, sl.user); err != nil {
-			return r, fmt.Errorf("map ids of layer %s: %w", b.Layers[i], err)
+	defer func() {
+		if !k.overlayByPath {
+			lowers = k.lowers.put(b.UIDBase, b.Layers, lowers)
 		}
-	}
+		k.discard(lowers)
+	}()
 	upperName, workName := filepath.Base(b.UpperDir), filepath.Base(b.WorkDir)
 	if err := idmap(parent, sl.idmap); err != nil {
 		if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) {
@@ -67,14 +59,18 @@ func (k *Keeper) compose(b *Birth, sl slot, parent int) (r *root, err error) {
 			return r, fmt.Errorf("own the upper: %w", err)
 		}
 	}
-	if err := furnishUpper(parent, upperName, int(b.UIDBase)); err != nil {
-		return r, fmt.Errorf("make /dev/shm: %w", err)
+	im := k.images.get(b.Layers)
+	if r.laid, err = furnishUpper(parent, upperName, b, im); err != nil {
+		return r, fmt.Errorf("furnish the upper: %w", err)
 	}
 	if r.overlay, err = k.mountOverlay(b, lowers, parent, upperName, workName); err != nil {
 		return r, err
 	}
-	if r.laid, err = furnish(r.overlay, b); err != nil {
-		return r, err
+	if im == nil {
+		k.images.learn(b.Layers, r.overlay, b.UIDBase)
+		if r.laid, err = furnish(r.overlay, b); err != nil {
+			return r, err
+		}
 	}
 	r.shm, err = unix.OpenTree(r.overlay, "dev/shm", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
 	r.shmKind = "upper"
@@ -200,193 +196,6 @@ func shmTmpfs(b *Birth) (int, error) {
 		return -1, fsError(fs, "tmpfs", err)
 	}
 	return unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOSUID)
-}
-
-// inRoot opens a path of the image, which is hostile: it can't lead out, and nothing waits.
-func inRoot(fd int, path string, flags int, mode uint32) (int, error) {
-	flags |= unix.O_CLOEXEC
-	if flags&unix.O_PATH == 0 {
-		flags |= unix.O_NOCTTY
-	}
-	for range 16 {
-		f, err := unix.Openat2(fd, path, &unix.OpenHow{Flags: uint64(flags), Mode: uint64(mode),
-			Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
-		if err != unix.EAGAIN && err != unix.EINTR {
-			return f, err
-		}
-	}
-	return -1, unix.EAGAIN
-}
-
-// furnishUpper makes /dev/shm in the empty upper, before the overlay is there: through it the image's /dev would first be copied up.
-// What the image has in /dev is not seen in any case: a mount covers it.
-func furnishUpper(parent int, upperName string, uid int) error {
-	dev, shm := upperName+"/dev", upperName+"/dev/shm"
-	if err := unix.Mkdirat(parent, dev, 0o755); err != nil {
-		return err
-	}
-	if err := unix.Fchownat(parent, dev, uid, uid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		return err
-	}
-	if err := unix.Mkdirat(parent, shm, 0o777); err != nil {
-		return err
-	}
-	if err := unix.Fchownat(parent, shm, uid, uid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		return err
-	}
-	return unix.Fchmodat(parent, shm, 0o1777, 0)
-}
-
-// furnish makes in a fresh root what programs take for granted and an image may lack. Owners are the sandbox's root. It returns
-// the files that it wrote with the hashes of their texts.
-func furnish(fd int, b *Birth) (laid map[string]string, err error) {
-	for _, d := range []struct {
-		dir, name string
-		mode      uint32
-	}{{"/", "proc", 0o755}, {"/", "sys", 0o755}, {"/", "tmp", 0o1777}, {"/", "etc", 0o755}} {
-		if err := makeDir(fd, d.dir, d.name, d.mode, int(b.UIDBase)); err != nil {
-			return nil, fmt.Errorf("make %s/%s: %w", strings.TrimSuffix(d.dir, "/"), d.name, err)
-		}
-	}
-	files := []struct{ name, text string }{
-		{"hostname", b.Hostname + "\n"},
-		{"hosts", hostsFile(readIn(fd, "/etc/hosts"), b)},
-		{"resolv.conf", lines(b.Resolv)},
-	}
-	etc, err := inRoot(fd, "/etc", unix.O_PATH|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open /etc: %w", err)
-	}
-	defer unix.Close(etc)
-	laid = map[string]string{}
-	for _, f := range files {
-		wrote, err := layFile(fd, etc, f.name, f.text, int(b.UIDBase))
-		if err != nil {
-			return nil, fmt.Errorf("write /etc/%s: %w", f.name, err)
-		}
-		if wrote {
-			sum := sha256.Sum256([]byte(f.text))
-			laid["etc/"+f.name] = hex.EncodeToString(sum[:])
-		}
-	}
-	return laid, nil
-}
-
-func makeDir(fd int, dir, name string, mode uint32, uid int) error {
-	full := filepath.Join(dir, name)
-	var st unix.Stat_t
-	have, err := inRoot(fd, full, unix.O_PATH, 0)
-	if err == nil {
-		err = unix.Fstat(have, &st)
-		unix.Close(have)
-		if err != nil {
-			return err
-		}
-		if st.Mode&unix.S_IFMT == unix.S_IFDIR {
-			return nil // its mode is the image's affair
-		}
-		return unix.ENOTDIR
-	}
-	if err != unix.ENOENT {
-		return err
-	}
-	at, err := inRoot(fd, dir, unix.O_PATH|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(at)
-	if err := unix.Mkdirat(at, name, mode&0o777); err != nil {
-		return err // a dangling link ends here, naming the path
-	}
-	if err := unix.Fchownat(at, name, uid, uid, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		return err
-	}
-	if mode&^0o777 != 0 {
-		// The name was made in this moment in a root that nobody else sees.
-		return unix.Fchmodat(at, name, mode, 0)
-	}
-	return nil
-}
-
-const maxEtcFile = 1 << 20
-
-// readIn reads a small ordinary file of the image; anything else counts as empty.
-func readIn(fd int, path string) string {
-	f, err := inRoot(fd, path, unix.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return ""
-	}
-	defer unix.Close(f)
-	var st unix.Stat_t
-	if unix.Fstat(f, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size > maxEtcFile {
-		return ""
-	}
-	buf := make([]byte, st.Size)
-	n := 0
-	for n < len(buf) {
-		m, err := unix.Read(f, buf[n:])
-		if err != nil || m <= 0 {
-			break
-		}
-		n += m
-	}
-	return string(buf[:n])
-}
-
-// layFile replaces a file of /etc, which at is, by one with the text, unless that is what it holds; it reports whether it did.
-func layFile(fd, at int, name, text string, uid int) (bool, error) {
-	var st unix.Stat_t
-	err := unix.Fstatat(at, name, &st, unix.AT_SYMLINK_NOFOLLOW)
-	switch {
-	case err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == int64(len(text)) && readIn(fd, "/etc/"+name) == text:
-		return false, nil
-	case err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR:
-		return false, unix.EISDIR
-	case err == nil: // a link (resolv.conf of systemd) or a file: a new one costs less than a copy up
-		if err := unix.Unlinkat(at, name, 0); err != nil {
-			return false, err
-		}
-	case err != unix.ENOENT:
-		return false, err
-	}
-	f, err := unix.Openat(at, name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o644)
-	if err != nil {
-		return false, err
-	}
-	defer unix.Close(f)
-	if len(text) > 0 {
-		if _, err := unix.Write(f, []byte(text)); err != nil {
-			return false, err
-		}
-	}
-	return true, unix.Fchown(f, uid, uid)
-}
-
-// hostsFile keeps the image's lines and adds loopback, the own name and the request's lines.
-func hostsFile(image string, b *Birth) string {
-	var s strings.Builder
-	s.WriteString("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n")
-	if b.Hostname != "" {
-		s.WriteString("127.0.1.1\t" + b.Hostname + "\n")
-	}
-	for _, l := range b.Hosts {
-		s.WriteString(l + "\n")
-	}
-	for l := range strings.SplitSeq(image, "\n") {
-		f := strings.Fields(l)
-		if len(f) == 2 && f[1] == "localhost" || len(f) == 0 {
-			continue
-		}
-		s.WriteString(l + "\n")
-	}
-	return s.String()
-}
-
-func lines(ls []string) string {
-	if len(ls) == 0 {
-		return ""
-	}
-	return strings.Join(ls, "\n") + "\n"
 }
 
 // templates are the shared, read-only /dev and /sys of all sandboxes; each gets a clone of their mounts.

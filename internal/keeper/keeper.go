@@ -32,6 +32,8 @@ type Keeper struct {
 	spawner       *spawner
 	netns         *netnsPool
 	layers        *layers
+	lowers        *lowers
+	images        *images
 	watcher       *watcher
 	tmpl          *templates
 	image         *os.File // process 1's program, a sealed memory file
@@ -209,6 +211,7 @@ func (k *Keeper) prepare() error {
 	if k.layers, err = newLayers("layers"); err != nil {
 		return err
 	}
+	k.lowers, k.images = newLowers(k.layers), newImages()
 	if k.tmpl, err = makeTemplates(".", k.cg); err != nil {
 		return err
 	}

@@ -214,7 +214,7 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 		if err := decodeValue(f.body, &r); err != nil {
 			return nil, nil, err
 		}
-		return nil, nil, k.layers.unmount(r.ID)
+		return nil, nil, k.unmountLayer(r.ID)
 	case opLayers:
 		return &layersResponse{k.layers.list()}, nil, nil
 	case opCreate:

@@ -568,6 +568,8 @@ static i64 op(char *verb, char *p, char *stop)
 		return sys5(__NR_mount, NULL, "/", NULL, (1ul << 18 | 1ul << 14) /* MS_PRIVATE|MS_REC */, NULL);
 	if (eq(verb, "netns"))
 		return sys2(__NR_setns, fdarg(a), CLONE_NEWNET);
+	if (eq(verb, "drop")) // to the old root, so that it ends with it: an end of its own would wait for the kernel once more
+		return sys5(__NR_move_mount, fdarg(a), "", AT_FDCWD, "/proc", MOVE_MOUNT_F_EMPTY_PATH);
 	if (eq(verb, "root")) {
 		// On top of "/": no folder of the host is needed, and pivot_root(".", ".") puts it underneath.
 		int fd = fdarg(a);
