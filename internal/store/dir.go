@@ -23,7 +23,9 @@ const (
 	draftAge = 24 * time.Hour
 )
 
-// Dir is a store in a folder.
+// Dir is a store in a folder, which may be on a cluster file system (docs/format/store.md says what it needs of one). An error that such a
+// file system gives while one of its servers is replaced is waited out, for about ten seconds; only a failed fsync is final, since what it should
+// have written is gone. Dir has no locks.
 type Dir struct {
 	root string
 }
@@ -37,11 +39,15 @@ func NewDir(root string) (*Dir, error) {
 		return nil, fmt.Errorf("store folder: %w", err)
 	}
 	drafts := filepath.Join(root, draftFolder)
-	if err := os.MkdirAll(drafts, 0o700); err != nil {
+	ctx := context.Background()
+	if err := patient(ctx, func() error { return os.MkdirAll(drafts, 0o700) }); err != nil {
 		return nil, fmt.Errorf("make store folder: %w", err)
 	}
-	entries, err := os.ReadDir(drafts)
-	if err != nil {
+	var entries []fs.DirEntry
+	if err := patient(ctx, func() (err error) {
+		entries, err = os.ReadDir(drafts)
+		return err
+	}); err != nil {
 		return nil, fmt.Errorf("list drafts: %w", err)
 	}
 	for _, e := range entries {
@@ -67,6 +73,7 @@ type draft struct {
 	dir     *Dir
 	done    bool
 	unknown int64 // octets written since the free space was looked at
+	at, end int64 // where Write goes on, and the length so far
 }
 
 const (
@@ -98,7 +105,11 @@ func (d *Dir) Create(ctx context.Context) (Draft, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	f, err := os.CreateTemp(filepath.Join(d.root, draftFolder), "d-*")
+	var f *os.File
+	err := patient(ctx, func() (err error) {
+		f, err = os.CreateTemp(filepath.Join(d.root, draftFolder), "d-*")
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("create draft: %w", full(err))
 	}
@@ -106,22 +117,36 @@ func (d *Dir) Create(ctx context.Context) (Draft, error) {
 }
 
 func (w *draft) Write(p []byte) (int, error) {
-	if err := w.room(len(p)); err != nil {
-		return 0, err
-	}
-	n, err := w.File.Write(p)
-	return n, full(err)
+	n, err := w.WriteAt(p, w.at)
+	w.at += int64(n)
+	return n, err
 }
 
 func (w *draft) WriteAt(p []byte, off int64) (int, error) {
 	if err := w.room(len(p)); err != nil {
 		return 0, err
 	}
-	n, err := w.File.WriteAt(p, off)
-	return n, full(err)
+	done := 0
+	err := patient(context.Background(), func() error {
+		n, err := w.File.WriteAt(p[done:], off+int64(done))
+		done += n
+		return err
+	})
+	w.end = max(w.end, off+int64(done))
+	return done, full(err)
 }
 
-// ReadFrom is hidden: os.File would copy past Write and its mapping of errors.
+func (w *draft) Truncate(size int64) error {
+	err := patient(context.Background(), func() error { return w.File.Truncate(size) })
+	if err == nil {
+		w.end = size
+	}
+	return full(err)
+}
+
+// WriteString and ReadFrom of os.File would go past Write.
+func (w *draft) WriteString(s string) (int, error) { return w.Write([]byte(s)) }
+
 func (w *draft) ReadFrom(r io.Reader) (int64, error) {
 	return io.Copy(struct{ io.Writer }{w}, r)
 }
@@ -139,7 +164,10 @@ func (w *draft) Publish(ctx context.Context, key string) error {
 	if err := w.Sync(); err != nil {
 		return fmt.Errorf("sync %s: %w", key, full(err))
 	}
-	if err := w.Chmod(0o444); err != nil {
+	if err := w.settled(ctx); err != nil {
+		return fmt.Errorf("publish %s: %w", key, err)
+	}
+	if err := patient(ctx, func() error { return w.Chmod(0o444) }); err != nil {
 		return fmt.Errorf("publish %s: %w", key, err)
 	}
 	name := w.Name()
@@ -147,16 +175,42 @@ func (w *draft) Publish(ctx context.Context, key string) error {
 		return fmt.Errorf("close %s: %w", key, full(err))
 	}
 	w.done = true
-	target := w.dir.file(key)
-	if err := w.dir.makeParents(path.Dir(key)); err != nil {
+	err := w.dir.makeParents(ctx, path.Dir(key))
+	if err == nil {
+		err = w.dir.rename(ctx, name, w.dir.file(key), w.end)
+	}
+	if err != nil {
 		os.Remove(name)
 		return fmt.Errorf("publish %s: %w", key, full(err))
 	}
-	if err := os.Rename(name, target); err != nil {
-		os.Remove(name)
-		return fmt.Errorf("publish %s: %w", key, full(err))
-	}
-	return syncDir(filepath.Dir(target))
+	return syncDir(ctx, filepath.Dir(w.dir.file(key)))
+}
+
+// settled waits until the file has the length that was written: some file systems know it only some time after the fsync.
+func (w *draft) settled(ctx context.Context) error {
+	return patient(ctx, func() error {
+		n, err := length(w.File)
+		if err == nil && n != w.end {
+			err = fmt.Errorf("the file has %d octets after %d were written: %w", n, w.end, syscall.EAGAIN)
+		}
+		return err
+	})
+}
+
+// rename moves a draft to its place. One whose answer was lost has been done; the new name can then stay hidden for some seconds, as the kernel
+// remembers that there was none.
+func (d *Dir) rename(ctx context.Context, from, to string, size int64) error {
+	return patient(ctx, func() error {
+		err := os.Rename(from, to)
+		if !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		// Already at the first attempt: the kernel itself repeats a rename that failed with ESTALE.
+		if st, err := os.Stat(to); err == nil && st.Size() == size {
+			return nil
+		}
+		return fmt.Errorf("%w, and not yet there under its new name: %w", err, syscall.EAGAIN)
+	})
 }
 
 func (w *draft) Discard() error {
@@ -172,41 +226,40 @@ func (w *draft) Discard() error {
 }
 
 // makeParents makes the folders of a key durable one by one.
-func (d *Dir) makeParents(key string) error {
+func (d *Dir) makeParents(ctx context.Context, key string) error {
 	if key == "." {
 		return nil
 	}
 	if _, err := os.Stat(d.file(key)); err == nil {
 		return nil
 	}
-	if err := d.makeParents(path.Dir(key)); err != nil {
+	if err := d.makeParents(ctx, path.Dir(key)); err != nil {
 		return err
 	}
-	if err := os.Mkdir(d.file(key), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	if err := patient(ctx, func() error { return os.Mkdir(d.file(key), 0o700) }); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	return syncDir(filepath.Dir(d.file(key)))
+	return syncDir(ctx, filepath.Dir(d.file(key)))
 }
 
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
+func syncDir(ctx context.Context, dir string) error {
+	err := patient(ctx, func() error {
+		f, err := os.Open(dir)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		// Some cluster file systems have no fsync of a folder; their rename is durable by itself.
+		if err := f.Sync(); err != nil && !errors.Is(err, syscall.EINVAL) && !errors.Is(err, syscall.ENOTSUP) && !errors.Is(err, syscall.ENOSYS) {
+			return full(err)
+		}
+		return nil
+	})
 	if err != nil {
 		return fmt.Errorf("sync folder: %w", err)
 	}
-	defer f.Close()
-	// Some cluster file systems have no fsync of a folder; their rename is durable by itself.
-	if err := f.Sync(); err != nil && !errors.Is(err, syscall.EINVAL) && !errors.Is(err, syscall.ENOTSUP) {
-		return fmt.Errorf("sync folder: %w", full(err))
-	}
 	return nil
 }
-
-type reader struct {
-	*os.File
-	size int64
-}
-
-func (r *reader) Size() int64 { return r.size }
 
 // Open opens an object.
 func (d *Dir) Open(ctx context.Context, key string) (Reader, error) {
@@ -216,19 +269,11 @@ func (d *Dir) Open(ctx context.Context, key string) (Reader, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	f, err := os.Open(d.file(key))
+	r, err := d.open(ctx, key)
 	if err != nil {
 		return nil, fmt.Errorf("open object %s: %w", key, missing(err))
 	}
-	st, err := f.Stat()
-	if err == nil && !st.Mode().IsRegular() {
-		err = sandbox.ErrNotFound
-	}
-	if err != nil {
-		f.Close()
-		return nil, fmt.Errorf("open object %s: %w", key, err)
-	}
-	return &reader{f, st.Size()}, nil
+	return r, nil
 }
 
 // Stat describes an object.
@@ -239,7 +284,11 @@ func (d *Dir) Stat(ctx context.Context, key string) (Info, error) {
 	if err := ctx.Err(); err != nil {
 		return Info{}, err
 	}
-	st, err := os.Lstat(d.file(key))
+	var st fs.FileInfo
+	err := patient(ctx, func() (err error) {
+		st, err = os.Lstat(d.file(key))
+		return err
+	})
 	if err == nil && !st.Mode().IsRegular() {
 		err = sandbox.ErrNotFound
 	}
@@ -271,7 +320,11 @@ func (d *Dir) walk(ctx context.Context, folder, prefix string, each func(Info) b
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	entries, err := os.ReadDir(d.file(folder))
+	var entries []fs.DirEntry
+	err := patient(ctx, func() (err error) {
+		entries, err = os.ReadDir(d.file(folder))
+		return err
+	})
 	if errors.Is(err, fs.ErrNotExist) {
 		return true, nil
 	}
@@ -302,7 +355,11 @@ func (d *Dir) walk(ctx context.Context, folder, prefix string, each func(Info) b
 			}
 			continue
 		}
-		info, err := e.Info()
+		var info fs.FileInfo
+		err := patient(ctx, func() (err error) {
+			info, err = e.Info()
+			return err
+		})
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // deleted meanwhile
 		}
@@ -325,14 +382,14 @@ func (d *Dir) Delete(ctx context.Context, key string) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	err := os.Remove(d.file(key))
+	err := patient(ctx, func() error { return os.Remove(d.file(key)) })
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
 	if err != nil {
 		return fmt.Errorf("delete object %s: %w", key, err)
 	}
-	return syncDir(filepath.Dir(d.file(key)))
+	return syncDir(ctx, filepath.Dir(d.file(key)))
 }
 
 func missing(err error) error {

@@ -148,10 +148,10 @@ func TestCollectBesideASlowPublisher(t *testing.T) {
 			if _, err := draft.Write(append(append([]byte(nil), data...), storetest.Random(5, 1<<20)...)); err != nil {
 				t.Fatal(err)
 			}
-			b.Fault = func(op, key string) storetest.S3Fault {
+			b.SetFault(func(op, key string) storetest.S3Fault {
 				if op == "PUT" && strings.Contains(key, "/.packs/") {
 					once.Do(func() {
-						b.Fault = nil
+						b.SetFault(nil)
 						if r := b.collect(t); r.Condemned == 0 {
 							t.Errorf("nothing condemned: %+v", r)
 						}
@@ -160,7 +160,7 @@ func TestCollectBesideASlowPublisher(t *testing.T) {
 					})
 				}
 				return storetest.S3Fault{}
-			}
+			})
 			if err := draft.Publish(t.Context(), "b"); err != nil {
 				t.Fatal(err)
 			}
@@ -195,7 +195,7 @@ func TestCollectCrashes(t *testing.T) {
 		writes, done := 0, 0
 		for round := range 4 {
 			b.Advance(3 * time.Hour)
-			b.Fault = func(op, key string) (f storetest.S3Fault) {
+			b.SetFault(func(op, key string) (f storetest.S3Fault) {
 				mu.Lock()
 				defer mu.Unlock()
 				if op != "PUT" && op != "DELETE" {
@@ -210,12 +210,12 @@ func TestCollectCrashes(t *testing.T) {
 					}
 				}
 				return f
-			}
+			})
 			_, err := b.open(t).Collect(t.Context(), store.MinGrace, false)
 			if err != nil && !crashed {
 				t.Fatal(err)
 			}
-			b.Fault = nil
+			b.SetFault(nil)
 			b.check(t, fmt.Sprintf("crash at write %d, round %d", step, round))
 			if crashed && done == round && round > 0 {
 				done = -1

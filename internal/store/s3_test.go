@@ -57,7 +57,7 @@ func TestS3OnABadServer(t *testing.T) {
 		m, url := server(t)
 		var mu sync.Mutex
 		rng := rand.New(rand.NewPCG(uint64(len(t.Name())), 4))
-		m.Fault = func(op, key string) (f storetest.S3Fault) {
+		m.SetFault(func(op, key string) (f storetest.S3Fault) {
 			mu.Lock()
 			defer mu.Unlock()
 			switch rng.IntN(40) {
@@ -79,7 +79,7 @@ func TestS3OnABadServer(t *testing.T) {
 				}
 			}
 			return f
-		}
+		})
 		return newS3(t, s3Config(t, url))
 	}, storetest.Options{})
 }
@@ -282,7 +282,7 @@ func TestS3PublishResumes(t *testing.T) {
 	a := storetest.Random(1, 70<<20)
 	var mu sync.Mutex
 	packs := 0
-	m.Fault = func(op, key string) (f storetest.S3Fault) {
+	m.SetFault(func(op, key string) (f storetest.S3Fault) {
 		mu.Lock()
 		defer mu.Unlock()
 		if op == "PUT" && strings.Contains(key, "/.packs/") {
@@ -291,7 +291,7 @@ func TestS3PublishResumes(t *testing.T) {
 			}
 		}
 		return f
-	}
+	})
 	if err := store.Put(t.Context(), s, "a", bytes.NewReader(a)); !errors.Is(err, sandbox.ErrDenied) {
 		t.Fatalf("got %v", err)
 	}
@@ -302,7 +302,7 @@ func TestS3PublishResumes(t *testing.T) {
 	if before < 30<<20 {
 		t.Fatalf("only %d octets arrived", before)
 	}
-	m.Fault = nil
+	m.SetFault(nil)
 	again := newS3(t, s3Config(t, url))
 	put(t, again, "a", string(a))
 	if sent := again.Traffic().Sent; sent > int64(len(a))-before+1<<20 {
@@ -324,7 +324,7 @@ func TestS3ADeadServerEndsReads(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.Fault = func(op, key string) storetest.S3Fault { return storetest.S3Fault{Delay: time.Minute} }
+	m.SetFault(func(op, key string) storetest.S3Fault { return storetest.S3Fault{Delay: time.Minute} })
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	if _, err := store.ReadAt(ctx, r, make([]byte, 10), 0); !errors.Is(err, context.DeadlineExceeded) {
@@ -333,7 +333,7 @@ func TestS3ADeadServerEndsReads(t *testing.T) {
 	if _, err := r.ReadAt(make([]byte, 10), 0); err == nil {
 		t.Error("without: no error")
 	}
-	m.Fault = nil
+	m.SetFault(nil)
 	if _, err := r.ReadAt(make([]byte, 10), 0); err != nil {
 		t.Errorf("alive again: %v", err)
 	}

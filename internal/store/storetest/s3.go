@@ -40,12 +40,11 @@ type S3Fault struct {
 // MemoryS3 is a small S3 server for tests and benchmarks: one bucket, kept in files of a folder. It has a clock that can be put forward, faults
 // and a link.
 type MemoryS3 struct {
-	dir string
-	// Fault is asked at the start of each request; op is GET, HEAD, PUT, DELETE or LIST, key without the bucket.
-	Fault func(op, key string) S3Fault
-	Link  *Link
+	dir  string
+	Link *Link // may be nil
 
 	mu      sync.Mutex
+	fault   func(op, key string) S3Fault
 	objects map[string]s3object
 	keys    []string // sorted; nil when to be made anew
 	ahead   time.Duration
@@ -63,6 +62,13 @@ type s3object struct {
 // NewS3 makes an empty server whose objects are files in the folder.
 func NewS3(dir string) *MemoryS3 {
 	return &MemoryS3{dir: dir, objects: map[string]s3object{}, counts: map[string]int{}}
+}
+
+// SetFault has f asked at the start of each request, by several at once; op is GET, HEAD, PUT, DELETE or LIST, key without the bucket. nil ends it.
+func (m *MemoryS3) SetFault(f func(op, key string) S3Fault) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.fault = f
 }
 
 // Advance puts the clock forward.
@@ -154,13 +160,14 @@ func (m *MemoryS3) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if op == http.MethodGet && key == "" {
 		op = "LIST"
 	}
-	var f S3Fault
-	if m.Fault != nil {
-		f = m.Fault(op, key)
-	}
 	m.mu.Lock()
 	m.counts[op]++
+	fault := m.fault
 	m.mu.Unlock()
+	var f S3Fault
+	if fault != nil {
+		f = fault(op, key)
+	}
 	w.Header().Set("Date", m.Now().UTC().Format(http.TimeFormat))
 	w.Header().Set("x-amz-request-id", "1")
 	if err := sleep(r.Context(), f.Delay); err != nil {
