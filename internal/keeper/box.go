@@ -33,7 +33,7 @@ type box struct {
 	born  Born
 	ctl   *wire.Conn // to process 1
 	pid   int        // of process 1, our child until gone is closed
-	netns int
+	netns *netns
 	lent  bool          // the host was given the network namespace: something of it may live on
 	gone  chan struct{} // closed when process 1 is reaped and nothing of the sandbox runs
 
@@ -54,6 +54,7 @@ type box struct {
 	ready    bool           // born
 	dead     bool           // process 1 has ended
 	killed   *sandbox.Cause // why we killed it
+	swept    bool           // everything in it was killed, once: the kernel kills also what is being born meanwhile
 	cause    *sandbox.Cause // set at the end
 	causeOut outState
 	timers   map[DeadlineKind]*time.Timer
@@ -84,7 +85,7 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	if birth.BestEffort {
 		class = classBE
 	}
-	b := &box{k: k, id: birth.ID, birth: *birth, netns: -1, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
+	b := &box{k: k, id: birth.ID, birth: *birth, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
 		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources, files: k.recent.files()}}
 	b.birth.Seccomp, b.birth.Events = nil, nil
@@ -207,7 +208,7 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 	if !b.k.overlayByPath {
 		add("drop", r.parent)
 	}
-	add("netns", b.netns)
+	add("netns", b.netns.fd)
 	add("root", r.overlay)
 	if err := move("/dev")(clonePlain(b.k.tmpl.dev)); err != nil {
 		return err
@@ -398,7 +399,12 @@ func (b *box) guestFrame(f wire.Frame) error {
 
 // bury kills and reaps all of a sandbox whose process 1 has ended or is not to be trusted, and settles what was under way.
 func (b *box) bury(why error) {
-	b.grp.kill()
+	b.mu.Lock()
+	killed := b.killed != nil && b.swept
+	b.mu.Unlock()
+	if !killed {
+		b.grp.kill()
+	}
 	b.ctl.Close()
 	unix.Kill(b.pid, unix.SIGKILL)
 	ws, _ := reap(b.pid)
@@ -435,9 +441,13 @@ func (b *box) finish(cause sandbox.Cause) {
 		b.killed = &cause
 	}
 	b.mu.Unlock()
-	if err := b.grp.kill(); err != nil && !errors.Is(err, os.ErrNotExist) {
+	err := b.grp.kill()
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		b.k.log.Error("kill", "sandbox", b.id, "err", err)
 	}
+	b.mu.Lock()
+	b.swept = err == nil
+	b.mu.Unlock()
 }
 
 // setDeadline arms or disarms an end of the sandbox.
@@ -529,10 +539,10 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 	k.mu.Unlock()
 	b.mu.Lock()
 	ns, lent := b.netns, b.lent
-	b.netns = -1
+	b.netns = nil
 	b.mu.Unlock()
-	if ns >= 0 && (lent || !k.netns.give(ns)) {
-		k.discard([]int{ns})
+	if ns != nil && (lent || !k.netns.give(ns)) {
+		k.discard(append(ns.files, ns.fd))
 	}
 	return nil
 }
@@ -564,11 +574,11 @@ func (b *box) freeze(on bool) error {
 func (b *box) lendNetns() (int, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.netns < 0 || b.removed {
+	if b.netns == nil || b.removed {
 		return -1, fmt.Errorf("sandbox %s is going or coming: %w", b.id, sandbox.ErrState)
 	}
 	b.lent = true
-	return unix.FcntlInt(uintptr(b.netns), unix.F_DUPFD_CLOEXEC, 0)
+	return unix.FcntlInt(uintptr(b.netns.fd), unix.F_DUPFD_CLOEXEC, 0)
 }
 
 func (b *box) stats() (sandbox.Stats, error) {

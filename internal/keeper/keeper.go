@@ -42,8 +42,9 @@ type Keeper struct {
 	features      map[string]string
 	maskList      []string       // guarded by mu
 	events        map[string]int // memory files of filters for process 1, by content; guarded by mu
-	recent        *recent        // files of groups that are kept open
-	garbage       chan []int     // descriptors whose closing waits for the kernel
+	crew          *crew
+	recent        *recent    // files of groups that are kept open
+	garbage       chan []int // descriptors whose closing waits for the kernel
 
 	link atomic.Pointer[link] // the host's connection that gets events
 	stop context.CancelFunc
@@ -99,7 +100,7 @@ func run(args []string, log *slog.Logger) error {
 		return unix.Exec(fmt.Sprintf("/proc/self/fd/%d", exe), os.Args, env)
 	}
 	os.Unsetenv(stageVar)
-	debug.SetGCPercent(100)
+	debug.SetGCPercent(300) // the heap is a few MiB: each collection costs more than what it frees
 	debug.SetMemoryLimit(256 << 20)
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
@@ -117,7 +118,7 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 		return nil, err
 	}
 	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{}, events: map[string]int{},
-		garbage: make(chan []int, 256), recent: newRecent(), netns: newNetnsPool(cfg.NetnsPool)}, nil
+		garbage: make(chan []int, 256), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool)}, nil
 }
 
 // Run serves until ctx ends or a host says shutdown; then everything in every sandbox is killed.

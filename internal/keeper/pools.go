@@ -207,13 +207,27 @@ func reap(pid int) (unix.WaitStatus, error) {
 // sockets. One that comes back is given again only when it is as it was made: nobody ever sent through it (a connection that was
 // closed holds its port for a minute, and counters tell of it) and no socket is left in it.
 type netnsPool struct {
-	ready chan int
-	back  chan int
+	ready chan *netns
+	back  chan *netns
 	fresh string // what a new one tells of itself; of the goroutine of run alone
+	kept  int    // namespaces whose files were left open; of that goroutine too
+}
+
+// netns is a network namespace.
+type netns struct {
+	fd    int
+	files []int // those of told, open once it came back: a look at them then costs half. Of the pool's goroutine and of close
+}
+
+const keptNetns = 64 // that have files open, with 12 KiB of the kernel's memory each
+
+func (n *netns) close() {
+	unix.Close(n.fd)
+	closeAll(n.files)
 }
 
 func newNetnsPool(size int) *netnsPool {
-	return &netnsPool{ready: make(chan int, size), back: make(chan int, size)}
+	return &netnsPool{ready: make(chan *netns, size), back: make(chan *netns, size)}
 }
 
 // run fills the pool until ctx ends, on a thread of its own whose namespace changes.
@@ -222,17 +236,17 @@ func (p *netnsPool) run(ctx context.Context, log *slog.Logger) {
 	defer func() {
 		for {
 			select {
-			case fd := <-p.ready:
-				unix.Close(fd)
-			case fd := <-p.back:
-				unix.Close(fd)
+			case n := <-p.ready:
+				n.close()
+			case n := <-p.back:
+				n.close()
 			default:
 				return
 			}
 		}
 	}()
 	for {
-		fd, err := p.next()
+		n, err := p.next()
 		if err != nil {
 			log.Error("make network namespace", "err", err)
 			select {
@@ -243,75 +257,115 @@ func (p *netnsPool) run(ctx context.Context, log *slog.Logger) {
 			continue
 		}
 		select {
-		case p.ready <- fd:
+		case p.ready <- n:
 		case <-ctx.Done():
-			unix.Close(fd)
+			n.close()
 			return
 		}
 	}
 }
 
 // next is one that came back and is as good as new, or a new one.
-func (p *netnsPool) next() (int, error) {
+func (p *netnsPool) next() (*netns, error) {
 	for {
 		select {
-		case fd := <-p.back:
-			if p.asMade(fd) {
-				return fd, nil
+		case n := <-p.back:
+			if p.asMade(n) {
+				return n, nil
 			}
-			unix.Close(fd)
+			n.close()
 			continue
 		default:
 		}
 		fd, err := makeNetns()
-		if err == nil && p.fresh == "" {
-			p.fresh = traces()
+		if err != nil {
+			return nil, err
 		}
-		return fd, err
+		if p.fresh == "" {
+			files := openTold()
+			p.fresh = traces(files)
+			closeAll(files)
+		}
+		return &netns{fd: fd}, nil
 	}
 }
 
-func (p *netnsPool) asMade(fd int) bool {
-	return unix.Setns(fd, unix.CLONE_NEWNET) == nil && p.fresh != "" && traces() == p.fresh
+func (p *netnsPool) asMade(n *netns) bool {
+	if n.files != nil {
+		return p.fresh != "" && traces(n.files) == p.fresh
+	}
+	if unix.Setns(n.fd, unix.CLONE_NEWNET) != nil {
+		return false
+	}
+	files := openTold()
+	if p.kept < keptNetns { // so many in the keeper's life, of which most are in use again and again
+		p.kept++
+		n.files = files
+	} else {
+		defer closeAll(files)
+	}
+	return p.fresh != "" && traces(files) == p.fresh
 }
 
-// traces is what sockets leave in the calling thread's network namespace: every packet or attempt at one is counted, and so
-// is every socket that is open. Empty: it can't be read.
-func traces() string {
-	var buf [16 << 10]byte
-	n := 0
-	for _, f := range []string{"snmp", "snmp6", "sockstat"} {
-		b, err := readFile("/proc/thread-self/net/"+f, buf[n:])
-		if os.IsNotExist(err) && f == "snmp6" {
+// openTold opens what tells of sockets in the calling thread's network namespace: every packet or attempt at one is counted, and so is
+// every socket that is open. nil: it can't be read.
+func openTold() (files []int) {
+	for _, f := range []string{"sockstat", "snmp", "snmp6"} {
+		fd, err := unix.Open("/proc/thread-self/net/"+f, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err == unix.ENOENT && f == "snmp6" {
 			continue // a kernel without IPv6
 		}
-		if err != nil || n+len(b) == len(buf) {
-			return ""
+		if err != nil {
+			closeAll(files)
+			return nil
 		}
-		if f == "sockstat" { // the lines after the first count the whole machine's memory
-			b, _, _ = bytes.Cut(b, []byte("\n"))
+		files = append(files, fd)
+	}
+	return files
+}
+
+// traces is what the files of openTold tell. Empty: they can't be read.
+func traces(files []int) string {
+	var buf [16 << 10]byte
+	n := 0
+	for i, fd := range files {
+		for at := 0; ; {
+			m, err := unix.Pread(fd, buf[n+at:], int64(at))
+			if err == unix.EINTR {
+				continue
+			}
+			if err != nil || n+at+m == len(buf) {
+				return ""
+			}
+			if at += m; m == 0 {
+				if i == 0 { // the lines of sockstat after the first count the whole machine's memory
+					first, _, _ := bytes.Cut(buf[:at], []byte("\n"))
+					at = len(first)
+				}
+				n += at
+				break
+			}
 		}
-		n += len(b)
 	}
 	return string(buf[:n])
 }
 
 // give takes back a namespace that no process is in any more and that nobody outside was given; it becomes the pool's.
-func (p *netnsPool) give(fd int) bool {
+func (p *netnsPool) give(n *netns) bool {
 	select {
-	case p.back <- fd:
+	case p.back <- n:
 		return true
 	default:
 		return false
 	}
 }
 
-func (p *netnsPool) take(ctx context.Context) (int, error) {
+func (p *netnsPool) take(ctx context.Context) (*netns, error) {
 	select {
-	case fd := <-p.ready:
-		return fd, nil
+	case n := <-p.ready:
+		return n, nil
 	case <-ctx.Done():
-		return -1, fmt.Errorf("wait for a network namespace: %w", ctx.Err())
+		return nil, fmt.Errorf("wait for a network namespace: %w", ctx.Err())
 	}
 }
 

@@ -159,7 +159,7 @@ func (l *link) request(f frame) {
 	l.cancels[f.num] = cancel
 	l.mu.Unlock()
 	l.work.Add(1)
-	go func() {
+	l.k.crew.run(func() {
 		defer l.work.Done()
 		defer func() {
 			l.mu.Lock()
@@ -177,7 +177,7 @@ func (l *link) request(f frame) {
 		}
 		l.c.write(kindResponse, f.op, f.num, func(b []byte) []byte { return appendValue(append(b, 0), resp) }, nil, fds...)
 		closeAll(fds)
-	}()
+	})
 }
 
 func (l *link) fail(num uint64, o op, err error) {
