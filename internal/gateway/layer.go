@@ -90,7 +90,7 @@ func (s layers) Import(ctx context.Context, in *connect.ClientStream[dsecv1.Impo
 func layerProto(d layer.Descriptor) *dsecv1.Layer {
 	l := &dsecv1.Layer{Id: string(d.ID), Arch: d.Arch, Created: rpc.Timestamp(d.Created), Source: d.Source, Entries: d.Entries, Octets: d.Bytes}
 	for _, f := range d.Forms {
-		l.Forms = append(l.Forms, &dsecv1.LayerForm{Kind: f.Kind, Digest: f.Digest, Size: f.Size})
+		l.Forms = append(l.Forms, &dsecv1.LayerForm{Kind: f.Kind, Digest: f.Digest, Size: f.Stored()})
 	}
 	for _, p := range d.Parents {
 		l.Parents = append(l.Parents, string(p))
@@ -248,8 +248,12 @@ func (s layers) PublishEnvironment(ctx context.Context, r *connect.Request[dsecv
 	if len(q.GetVolatilePaths()) > 0 {
 		return nil, fmt.Errorf("environment.volatile_paths: not supported yet: %w", sandbox.ErrUnsupported)
 	}
+	image, err := imageFacts(q.GetImage())
+	if err != nil {
+		return nil, err
+	}
 	e, err := s.g.layers.PublishEnvironment(ctx, rpc.Project(ctx), q.GetName(), layer.EnvironmentSpec{
-		Base: q.GetBase(), Workspace: q.GetWorkspace(), Kits: q.GetKits(), Env: env, User: q.GetUser(), Cwd: q.GetCwd(), Resources: res,
+		Base: q.GetBase(), Workspace: q.GetWorkspace(), Kits: q.GetKits(), Env: env, User: q.GetUser(), Cwd: q.GetCwd(), Resources: res, Image: image,
 	})
 	if err != nil {
 		return nil, err

@@ -203,28 +203,6 @@ func (c *Catalogue) Form(ctx context.Context, id ID) (Form, error) {
 	return Form{}, fmt.Errorf("layer %s: has no form that can be mounted: %w", id, sandbox.ErrUnsupported)
 }
 
-// LayerPath is the layer's EROFS image as a file of this machine, where it has the form of one file.
-func (c *Catalogue) LayerPath(ctx context.Context, id ID) (string, error) {
-	d, err := c.Descriptor(ctx, id)
-	if err != nil {
-		return "", err
-	}
-	for _, f := range d.Forms {
-		if f.Kind != FormEROFS {
-			continue
-		}
-		path, ok := c.store.Path(BlobKey(f.Digest))
-		if !ok {
-			return "", fmt.Errorf("layer %s: its store has no local files: %w", id, sandbox.ErrUnsupported)
-		}
-		if err := c.whole(ctx, f); err != nil {
-			return "", fmt.Errorf("layer %s: %w", id, err)
-		}
-		return path, nil
-	}
-	return "", fmt.Errorf("layer %s: has no form of one file: %w", id, sandbox.ErrUnsupported)
-}
-
 // Verify reads all that is stored of the layer and compares it with its digests; a difference wraps sandbox.ErrLost.
 func (c *Catalogue) Verify(ctx context.Context, id ID) error {
 	d, err := c.Descriptor(ctx, id)

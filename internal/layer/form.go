@@ -16,7 +16,7 @@ import (
 )
 
 // defaultForm is the one that is built when Options name none.
-const defaultForm = FormEROFS
+const defaultForm = FormSplit
 
 const maxObject = 1 << 44 // octets: what 32-bit block numbers reach
 
@@ -59,6 +59,15 @@ func (f Form) blobs() []blob {
 		list = append(list, blob{BlobKey(d.Units), d.Units, 32 * d.UnitCount(), "unit table"}, blob{BlobKey(d.Digest), d.Digest, d.Size, "contents"})
 	}
 	return append(list, blob{BlobKey(f.Digest), f.Digest, f.Size, "image"})
+}
+
+// Stored is the space that all the form's objects take, in octets.
+func (f Form) Stored() int64 {
+	var n int64
+	for _, b := range f.blobs() {
+		n += b.size
+	}
+	return n
 }
 
 // whole looks at whether all objects of a form are there, with the right sizes.
@@ -114,7 +123,11 @@ func (c *Catalogue) verify(ctx context.Context, f Form) error {
 		if err != nil {
 			return fmt.Errorf("%s: %w", b.what, err)
 		}
-		got, units, err := digestOf(ctx, r, r.Size())
+		if r.Size() != b.size {
+			r.Close()
+			return fmt.Errorf("%s has %d octets, want %d: %w", b.what, r.Size(), b.size, sandbox.ErrLost)
+		}
+		got, units, err := digestOf(ctx, r, b.size)
 		r.Close()
 		if err != nil {
 			return fmt.Errorf("%s: %w", b.what, err)

@@ -92,24 +92,31 @@ func TestSplitWithoutContents(t *testing.T) {
 	}
 }
 
-func TestBrokenSplitIsNoticed(t *testing.T) {
+func TestBrokenFormIsNoticed(t *testing.T) {
 	ctx := context.Background()
-	for _, what := range []string{"meta", "data", "units"} {
+	for _, what := range []string{"one file", "meta", "data", "units"} {
 		t.Run(what, func(t *testing.T) {
 			c, dir := newCatalogue(t)
-			entries := []entry{file("f", strings.Repeat("text", 5000))}
-			d := importSplit(t, c, layer.Options{}, entries...)
-			path := blobPath(dir, map[string]string{"meta": d.Forms[0].Digest, "data": d.Forms[0].Data.Digest, "units": d.Forms[0].Data.Units}[what])
-			b, err := os.ReadFile(path)
-			must(t, err)
-			b[17] ^= 1
-			must(t, os.WriteFile(path, b, 0o600))
-			if err := c.Verify(ctx, d.ID); !errors.Is(err, sandbox.ErrLost) {
-				t.Error(err)
+			opt := layer.Options{Form: layer.FormSplit}
+			if what == "one file" {
+				opt.Form = layer.FormEROFS
 			}
-			must(t, os.Remove(path))
-			importSplit(t, c, layer.Options{}, entries...) // built again, it is whole again
-			must(t, c.Verify(ctx, d.ID))
+			data := archive(t, file("f", strings.Repeat("text", 5000)))
+			d, err := c.ImportTar(ctx, "default", bytes.NewReader(data), opt)
+			must(t, err)
+			path := blobPath(dir, map[string]string{"one file": d.Forms[0].Digest, "meta": d.Forms[0].Digest, "data": dataOf(d.Forms[0]).Digest, "units": dataOf(d.Forms[0]).Units}[what])
+			whole, err := os.ReadFile(path)
+			must(t, err)
+			b := bytes.Clone(whole)
+			b[17] ^= 1
+			for _, b := range [][]byte{b, whole[:len(whole)-1]} {
+				must(t, os.WriteFile(path, b, 0o600))
+				if err := c.Verify(ctx, d.ID); !errors.Is(err, sandbox.ErrLost) {
+					t.Error(err)
+				}
+			}
+			_, err = c.ImportTar(ctx, "default", bytes.NewReader(data), opt) // built again, it is whole again
+			must(t, err, c.Verify(ctx, d.ID))
 		})
 	}
 }
