@@ -215,6 +215,10 @@ func (x *layerRemoveCmd) Run(ctx context.Context, c *cli) error {
 
 type envCmd struct {
 	Create   envCreateCmd   `cmd:"" help:"Compose an environment (a new version of its name)."`
+	Build    envBuildCmd    `cmd:"" help:"Build an environment from a file of steps, each executed in a sandbox and cached."`
+	Upgrade  envUpgradeCmd  `cmd:"" help:"Make a new version with tool kits replaced; all else is used again."`
+	Alias    envAliasCmd    `cmd:"" help:"Make a name mean a version of an environment."`
+	Export   envExportCmd   `cmd:"" help:"Write an environment as an OCI image: a file for docker load, or an OCI layout folder."`
 	Ls       envListCmd     `cmd:"" help:"List environments."`
 	Inspect  envInspectCmd  `cmd:"" help:"Show an environment."`
 	Rollback envRollbackCmd `cmd:"" help:"Make an earlier version current."`

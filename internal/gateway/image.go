@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/api/dsec/v1/dsecv1connect"
@@ -62,6 +63,19 @@ func imageConfigProto(i *layer.ImageFacts) *dsecv1.ImageConfig {
 		return nil
 	}
 	return &dsecv1.ImageConfig{Ref: i.Ref, Digest: i.Digest, Entrypoint: i.Entrypoint, Cmd: i.Cmd, Labels: i.Labels, Arch: i.Arch}
+}
+
+// maxImageFacts bounds what an environment says of its image, in octets.
+const maxImageFacts = 256 << 10
+
+func imageFacts(i *dsecv1.ImageConfig) (*layer.ImageFacts, error) {
+	if i == nil {
+		return nil, nil
+	}
+	if n := proto.Size(i); n > maxImageFacts {
+		return nil, fmt.Errorf("environment.image: %d octets, at most %d: %w", n, maxImageFacts, sandbox.ErrInvalid)
+	}
+	return &layer.ImageFacts{Ref: i.GetRef(), Digest: i.GetDigest(), Arch: i.GetArch(), Entrypoint: i.GetEntrypoint(), Cmd: i.GetCmd(), Labels: i.GetLabels()}, nil
 }
 
 func imageProto(i *oci.Image) *dsecv1.Image {

@@ -13,19 +13,6 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-// tarWriter is a catalogue that can write a layer as a tar.
-type tarWriter interface {
-	WriteTar(ctx context.Context, id layer.ID, w io.Writer) error
-}
-
-func (im *Images) writeTar(ctx context.Context, id layer.ID, w io.Writer) error {
-	t, ok := any(im.layers).(tarWriter)
-	if !ok {
-		return fmt.Errorf("layer %s as a tar: not supported yet: %w", id, sandbox.ErrUnsupported)
-	}
-	return t.WriteTar(ctx, id, w)
-}
-
 // Export writes an environment as a tar that is both an OCI layout and what `docker load` takes. Layers are plain tars with the same
 // octets each time, so that an import of it finds the layers that are there. Tag is the reference it carries; may be empty.
 func (im *Images) Export(ctx context.Context, project, environment, tag string, w io.Writer) error {
@@ -43,15 +30,12 @@ func (im *Images) Export(ctx context.Context, project, environment, tag string, 
 		}
 		tag = r.String()
 	}
-	ids, err := im.exportable(ctx, project, e.Layers)
-	if err != nil {
-		return fmt.Errorf("export environment %s: %w", e.Ref(), err)
-	}
+	ids := e.Layers
 	var layers []descriptor
 	for _, id := range ids {
 		// The size stands before the octets, so each layer is written twice: once to be measured.
 		c := &measure{hash: sha256.New()}
-		if err := im.writeTar(ctx, id, c); err != nil {
+		if err := im.layers.WriteTar(ctx, id, c); err != nil {
 			return fmt.Errorf("export environment %s: %w", e.Ref(), err)
 		}
 		layers = append(layers, descriptor{MediaType: typeOCILayer, Digest: c.digest(), Size: c.n})
@@ -135,37 +119,11 @@ func (im *Images) Export(ctx context.Context, project, environment, tag string, 
 		if err := head(&tar.Header{Typeflag: tar.TypeReg, Name: blobPath(l.Digest), Mode: 0o644, Size: l.Size}); err != nil {
 			return err
 		}
-		if err := im.writeTar(ctx, ids[i], tw); err != nil {
+		if err := im.layers.WriteTar(ctx, ids[i], tw); err != nil {
 			return fmt.Errorf("export environment %s: %w", e.Ref(), err)
 		}
 	}
 	return tw.Close()
-}
-
-// exportable is a stack of layers that mean the same outside. A snapshot's may point to what they lie on by marks that no tar has: such
-// a stack is merged up to the highest of them.
-func (im *Images) exportable(ctx context.Context, project string, ids []layer.ID) ([]layer.ID, error) {
-	last := -1
-	for i, id := range ids {
-		d, err := im.layers.Descriptor(ctx, id)
-		if err != nil {
-			return nil, err
-		}
-		if len(d.Parents) > 0 {
-			last = i
-		}
-	}
-	if last < 0 {
-		return ids, nil
-	}
-	if _, ok := any(im.layers).(merger); !ok {
-		return nil, fmt.Errorf("it holds snapshots, which can't be exported yet: %w", sandbox.ErrUnsupported)
-	}
-	id, err := im.merged(ctx, project, ids[:last+1])
-	if err != nil {
-		return nil, err
-	}
-	return append([]layer.ID{id}, ids[last+1:]...), nil
 }
 
 type measure struct {

@@ -117,7 +117,7 @@ func (im *Images) stored(ctx context.Context, diffID string) (io.ReadCloser, err
 	drop := set(f.Implicit)
 	whole, in := io.Pipe()
 	out, cut := io.Pipe()
-	go func() { in.CloseWithError(im.writeTar(ctx, r.Layer, in)) }()
+	go func() { in.CloseWithError(im.layers.WriteTar(ctx, r.Layer, in)) }()
 	go func() {
 		err := dropFolders(cut, whole, drop)
 		whole.CloseWithError(err)

@@ -94,6 +94,9 @@ func tarOf(files ...file) []byte {
 		}
 		if h.Mode == 0 {
 			h.Mode = 0o644
+			if h.Typeflag == tar.TypeSymlink {
+				h.Mode = 0o777
+			}
 			if h.Typeflag == tar.TypeDir {
 				h.Mode = 0o755
 			}

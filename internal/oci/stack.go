@@ -46,8 +46,8 @@ func (im *Images) stack(ctx context.Context, project string, records []*record) 
 			part = append(part, r.Layer)
 		}
 		list = list[g:]
-		if _, can := any(im.layers).(merger); len(part) == 1 || !can {
-			ids = append(ids, part...)
+		if len(part) == 1 {
+			ids = append(ids, part[0])
 			continue
 		}
 		id, err := im.merged(ctx, project, part)
@@ -97,11 +97,6 @@ func groups(sizes []int64, n int) []int {
 	return out
 }
 
-// merger is a catalogue that can make one layer of several.
-type merger interface {
-	Merge(ctx context.Context, ids []layer.ID) (layer.Descriptor, error)
-}
-
 // merged is one layer of several, kept like a converted one.
 func (im *Images) merged(ctx context.Context, project string, ids []layer.ID) (layer.ID, error) {
 	h := sha256.New()
@@ -117,7 +112,7 @@ func (im *Images) merged(ctx context.Context, project string, ids []layer.ID) (l
 	if !errors.Is(err, sandbox.ErrNotFound) {
 		return "", err
 	}
-	d, err := any(im.layers).(merger).Merge(ctx, ids)
+	d, err := im.layers.Merge(ctx, ids)
 	if err != nil {
 		return "", fmt.Errorf("merge %d small layers: %w", len(ids), err)
 	}
