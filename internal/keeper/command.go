@@ -175,7 +175,7 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 	var far []int
 	fds := l.fds
 	defer func() { closeAll(far) }()
-	m := wire.Start{User: req.User, Cwd: req.Cwd, Argv: req.Argv, Env: req.Env, Flags: l.flags}
+	m := wire.Start{User: req.User, Cwd: req.Cwd, Argv: req.Argv, Env: req.Env, Flags: l.flags | wire.StartNoPidfd}
 	if req.Terminal != nil {
 		m.Flags |= wire.StartTerminal
 		m.Rows, m.Cols = req.Terminal.Rows, req.Terminal.Cols
@@ -346,8 +346,8 @@ func (c *command) onStarted(m wire.Started, fds []int) error {
 	}
 	c.running_ = true
 	c.mu.Unlock()
-	if len(fds) >= 2 && c.in != nil && c.out == nil { // a terminal
-		if err := c.terminal(fds[1]); err != nil {
+	if len(fds) >= 1 && c.in != nil && c.out == nil { // a terminal
+		if err := c.terminal(fds[0]); err != nil {
 			return err
 		}
 	}

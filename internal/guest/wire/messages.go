@@ -87,6 +87,7 @@ const (
 	StartHolder   = 2  // a session's holder; argv is ignored
 	StartNoFilter = 4  // no seccomp filter
 	StartCgroupNS = 8  // a cgroup namespace of its own: /proc/self/cgroup says "/"
+	StartNoPidfd  = 32 // STARTED comes without the pidfd
 	StartNotify   = 16 // install the filter with a listener, sent in LISTENER before STARTED
 )
 

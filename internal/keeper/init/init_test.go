@@ -189,6 +189,41 @@ func TestHostilePasswd(t *testing.T) {
 	}
 }
 
+// What process 1 remembers of a user holds only for the files that it was read from.
+func TestUserIsRememberedForItsFiles(t *testing.T) {
+	b := newBox(t, tree(t), nil)
+	id := func(user string) string {
+		t.Helper()
+		return b.run(wire.Start{Argv: []string{"id"}, User: user}).Out
+	}
+	want := "uid=1000(alice) gid=1000(alice) groups=4(adm),44(video),1000(alice)\n"
+	for _, c := range []struct{ change, want string }{
+		{"sed -i s/:1000:1000:/:1001:1000:/ /etc/passwd", "uid=1001(alice) gid=1000(alice) groups=4(adm),44(video),1000(alice)\n"},
+		{"printf 'alice:x:1002:1000::/:\n' >/etc/passwd; printf 'alice:x:1003:1000::/:\n' >/etc/passwd", "uid=1003(alice) gid=1000(alice) groups=4(adm),44(video),1000(alice)\n"},
+		{"printf 'video:x:45:alice\n' >/etc/group", "uid=1003(alice) gid=1000 groups=45(video),1000\n"},
+	} {
+		time.Sleep(3200 * time.Millisecond) // files of a moment ago are read each time
+		for range 2 {
+			if got := id("alice"); got != want {
+				t.Errorf("before %q: %q, want %q", c.change, got, want)
+			}
+		}
+		if got := id("alice:4"); !strings.Contains(got, " gid=4") {
+			t.Errorf("another group: %q", got)
+		}
+		if got := id("alice"); got != want {
+			t.Errorf("after another group: %q, want %q", got, want)
+		}
+		if got := b.sh(c.change); got.Code != 0 {
+			t.Fatalf("%s: %+v", c.change, got)
+		}
+		if got := id("alice"); got != c.want {
+			t.Errorf("after %q: %q, want %q", c.change, got, c.want)
+		}
+		want = c.want
+	}
+}
+
 func TestWorkloadCannotTouchProcess1(t *testing.T) {
 	b := newBox(t, tree(t), nil)
 	for _, script := range []string{"cat /proc/1/environ", "ls /proc/1/fd", "readlink /proc/1/exe", "cat /proc/1/maps", "echo 0 >/proc/1/oom_score_adj",
