@@ -177,7 +177,7 @@ func (s *service) tryBox(t testing.TB, edit ...func(*client.Options)) (*client.S
 	for _, f := range edit {
 		f(&o)
 	}
-	if len(o.Layers) == 0 && o.Environment == "" {
+	if len(o.Layers) == 0 && o.Environment == "" && o.Image == "" {
 		o.Layers = []string{s.small(t)}
 	}
 	sb, err := s.client().RunContainer(within(t), o)
