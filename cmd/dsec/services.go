@@ -84,11 +84,15 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.id, err = identity(p.State); err != nil {
 		return nil, err
 	}
-	if m.log, err = trajectory.Open(trajectory.Default(filepath.Join(p.State, "log")), logger); err != nil {
-		return nil, err
-	}
 	st, err := openStore(p, f.Stores)
 	if err != nil {
+		return nil, err
+	}
+	lc := trajectory.Default(filepath.Join(p.State, "log"))
+	if len(f.Stores) > 0 { // the default lies on the log's own disk
+		lc.Store, lc.Host = st, string(m.id)
+	}
+	if m.log, err = trajectory.Open(lc, logger); err != nil {
 		return nil, err
 	}
 	if m.guest, err = binary.Open(); err != nil {

@@ -93,6 +93,9 @@ func (h *Host) able(s *sandbox.Spec) (sandbox.Backend, error) {
 	if s.Lifetime.OnIdle == sandbox.EndPause && !slices.Contains(c.PauseLevels, sandbox.Frozen) {
 		return nil, fmt.Errorf("on_idle pause: backend %s can't pause: %w", s.Backend, sandbox.ErrUnsupported)
 	}
+	if s.Durability == sandbox.DurabilityStore && !h.deps.Log.Stores() {
+		return nil, fmt.Errorf("durability store: host %s keeps its log on its own disk alone; start it with --store: %w", h.cfg.ID, sandbox.ErrUnsupported)
+	}
 	return be, nil
 }
 

@@ -93,8 +93,19 @@ func (b *box) ended() bool {
 }
 
 // append writes records of the sandbox on the host's context: what is to be recorded does not depend on a client's patience.
+// Outputs need not be in the store by themselves: the record of their command's end comes behind them, and with it they are. A store that
+// does not answer holds an act up for shipWait, so that a sandbox can be stopped without it.
 func (b *box) append(recs ...trajectory.Record) (first uint64, err error) {
-	first, err = b.h.deps.Log.Append(b.h.life, b.traj, recs, b.spec.Durability)
+	ctx, d := b.h.life, b.spec.Durability
+	if d == sandbox.DurabilityStore {
+		if recs[0].Kind == trajectory.KindOutput {
+			d = sandbox.DurabilityProcess
+		}
+		var cancel context.CancelFunc
+		ctx, cancel = b.h.bounded(shipWait)
+		defer cancel()
+	}
+	first, err = b.h.deps.Log.Append(ctx, b.traj, recs, d)
 	if err != nil {
 		b.h.m.logErrors.Inc()
 	}

@@ -91,6 +91,7 @@ type Log interface {
 	NewInputWriter() *trajectory.InputWriter
 	OpenInput(in *trajectory.Input) (io.ReadCloser, error)
 	Space() trajectory.Space
+	Stores() bool
 }
 
 // secretKey is the key under which values of secret environment entries are hashed into the log. It is made at the first start.

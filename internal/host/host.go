@@ -23,6 +23,7 @@ const (
 	settleWait   = 10 * time.Second // acts under way in a sandbox that ends
 	drainWait    = time.Second      // acts under way in a sandbox that is to be frozen
 	stateWait    = 60 * time.Second // a request for a sandbox that is between states
+	shipWait     = 30 * time.Second // a record on its way into the store
 	tombstoneFor = 60 * time.Second
 	maxTombs     = 100_000
 )

@@ -73,6 +73,7 @@ type Durability string
 const (
 	DurabilityProcess Durability = "process" // in the page cache: survives a crash of dsec
 	DurabilityHost    Durability = "host"    // on the host's disk: survives a crash of the host
+	DurabilityStore   Durability = "store"   // also in the store: survives the loss of the host
 )
 
 // Lifetime bounds a sandbox in time. The idle clock stands still while it is paused, the total goes on.
@@ -171,8 +172,8 @@ func (s *Spec) Validate() error {
 	if s.Network != NetworkNone && s.Network != NetworkOpen {
 		return fmt.Errorf("network %.80q: want none or open: %w", s.Network, ErrInvalid)
 	}
-	if s.Durability != DurabilityProcess && s.Durability != DurabilityHost {
-		return fmt.Errorf("durability %.80q: want process or host (store comes later): %w", s.Durability, ErrUnsupported)
+	if s.Durability != DurabilityProcess && s.Durability != DurabilityHost && s.Durability != DurabilityStore {
+		return fmt.Errorf("durability %.80q: want process, host or store: %w", s.Durability, ErrUnsupported)
 	}
 	if err := s.Lifetime.validate(); err != nil {
 		return err

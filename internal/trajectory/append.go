@@ -11,7 +11,7 @@ import (
 )
 
 // Append adds records to a trajectory, in order and next to each other, and returns the seq of the first when they are as durable
-// as asked: written (process) or on the disk (host). The first record of a trajectory is a KindCreate; ErrExists refuses a second,
+// as asked: written (process), on the disk (host), or also in the store (store). The first record of a trajectory is a KindCreate; ErrExists refuses a second,
 // ErrNotFound any other record without one. Output must not begin below the end of its stream, nor an epoch below the last: else
 // ErrState. ErrExhausted: only the reserve is left, which is kept for records of ends; nothing was appended.
 //
@@ -20,6 +20,9 @@ import (
 func (l *Log) Append(ctx context.Context, id ID, recs []Record, d sandbox.Durability) (first uint64, err error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
+	}
+	if d == sandbox.DurabilityStore && l.cfg.Store == nil {
+		return 0, fmt.Errorf("append to %v: durability store: this log has no store: %w", id, sandbox.ErrUnsupported)
 	}
 	if len(recs) == 0 {
 		return 0, fmt.Errorf("append to %v: no records: %w", id, sandbox.ErrInvalid)
@@ -39,10 +42,15 @@ func (l *Log) Append(ctx context.Context, id ID, recs []Record, d sandbox.Durabi
 	if err != nil {
 		return 0, fmt.Errorf("append to %v: %w", id, err)
 	}
-	if d == sandbox.DurabilityProcess {
+	switch d {
+	case sandbox.DurabilityProcess:
 		return first, nil
+	case sandbox.DurabilityStore:
+		err = l.ship(ctx, lsn)
+	default:
+		err = l.sync(ctx, lsn)
 	}
-	if err := l.sync(ctx, lsn); err != nil {
+	if err != nil {
 		return 0, fmt.Errorf("append to %v: %w", id, err)
 	}
 	return first, nil
@@ -380,6 +388,7 @@ func (l *Log) lead(b *batch) error {
 		if b.err != nil {
 			b.err = l.fail("write", b.err)
 		} else {
+			b.seg.wrote = b.off + int64(len(b.buf))
 			for i := range b.entries {
 				if err := l.index(b.seg, &b.entries[i]); err != nil {
 					b.err = l.fail("index", err)

@@ -3,6 +3,7 @@ package trajectory
 import (
 	"bytes"
 	"fmt"
+	"hash/crc32"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -208,4 +209,82 @@ func TestFormat(t *testing.T) {
 	if d := cmp.Diff("     8  00:00:00.000000  step-end s\n        {\"kind\":\"exited\"}\n", b.String()); d != "" {
 		t.Error(d)
 	}
+}
+
+func FuzzPackIndex(f *testing.F) {
+	b := packIndex(nil, []block{{len: 100, stored: 40, crc: 7}, {len: 80, stored: 80}}, 64+120, 9)
+	f.Add(b[:len(b)-trailerLen], uint64(2), int64(184), int64(180))
+	f.Fuzz(func(t *testing.T, b []byte, count uint64, end, size int64) {
+		blocks, err := decodePackIndex(b, count, end, size)
+		if err != nil {
+			return
+		}
+		off, at := int64(0), int64(segmentHeaderLen)
+		for _, k := range blocks {
+			if k.off != off || k.at != at || k.len <= 0 || k.stored <= 0 || k.stored > k.len {
+				t.Fatalf("%+v", k)
+			}
+			off, at = off+k.len, at+k.stored
+		}
+	})
+}
+
+// FuzzPacked opens whatever lies in a file as a packed segment, and reads all of it.
+func FuzzPacked(f *testing.F) {
+	raw := bytes.Repeat([]byte("octets of a segment "), 20)
+	whole := append(packHeader{Num: 1, Nonce: 2, Size: int64(len(raw))}.encode(), raw...)
+	f.Add(packIndex(whole, []block{{len: int64(len(raw)), stored: int64(len(raw)), crc: crc32.Checksum(raw, castagnoli)}}, int64(len(whole)), 2))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		p, err := openPacked(memFile{bytes.NewReader(b)}, int64(len(b)), newBlockCache(), nil)
+		if err != nil {
+			return
+		}
+		buf := make([]byte, 4096)
+		for off := int64(0); off < min(p.head.Size, 1<<20); off += int64(len(buf)) {
+			if n, err := p.ReadAt(buf, off); err == nil && n != len(buf) {
+				t.Fatalf("%d octets at %d", n, off)
+			}
+		}
+	})
+}
+
+type memFile struct{ *bytes.Reader }
+
+func (memFile) WriteAt([]byte, int64) (int, error) { return 0, errFixed }
+func (memFile) Close() error                       { return nil }
+func (f memFile) Size() (int64, error)             { return f.Reader.Size(), nil }
+func (memFile) Allocate(int64) error               { return errFixed }
+func (memFile) Truncate(int64) error               { return errFixed }
+func (memFile) Sync() error                        { return nil }
+
+func FuzzTail(f *testing.F) {
+	b, err := encodeTail(3, 4, []uint32{1, 2}, []piece{{1, 0, []byte("abc")}, {2, 64, []byte("def")}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Fuzz(func(t *testing.T, b []byte) {
+		living, pieces, err := decodeTail(b)
+		if err != nil {
+			return
+		}
+		again, err := encodeTail(1, 1, living, pieces)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if l, p, err := decodeTail(again); err != nil || len(l) != len(living) || len(p) != len(pieces) {
+			t.Fatal(err)
+		}
+	})
+}
+
+func FuzzEpoch(f *testing.F) {
+	f.Add(string(epoch{N: 3}.encode()))
+	f.Fuzz(func(t *testing.T, s string) {
+		if e, err := decodeEpoch(s); err == nil {
+			if again, err := decodeEpoch(string(e.encode())); err != nil || again != e {
+				t.Fatal(again, err)
+			}
+		}
+	})
 }

@@ -20,11 +20,14 @@ import (
 type modelTraj struct {
 	recs    []trajectory.Record // tried, in order
 	inputs  map[int][]byte
-	unsafe  map[int]bool // its blob was never synced: a power loss may take it
-	written int          // acknowledged with durability process: survive a kill
-	synced  int          // on the disk: survive a power loss
+	blobs   map[int]sandbox.Durability // a power loss may take a blob of process, the loss of the host those of host too
+	written int                        // acknowledged with durability process: survive a kill
+	synced  int                        // on the disk: survive a power loss
+	shipped int                        // in the store: survive the loss of the host
 	removed bool
 	maybe   bool // a removal was tried
+	moved   bool // its host was lost
+	past    bool // one of its name was removed
 	ends    map[string]int64
 }
 
@@ -34,19 +37,28 @@ type crashRun struct {
 	log   *trajectory.Log
 	model map[string]*modelTraj
 	names []string
+	store *memStore // nil: a log without one
+	hosts int
 }
 
 func (c *crashRun) config() trajectory.Config {
 	cfg := trajectory.Default("")
 	cfg.FS, cfg.SegmentBytes, cfg.Reserve = c.fs, 128<<10, 20<<10
+	if c.store != nil {
+		c.store.fs = c.fs
+		cfg.Store, cfg.Host, cfg.Local = c.store, fmt.Sprint("h", c.hosts), 300<<10
+	}
 	return cfg
 }
 
 // restart ends the log in some way and opens it again, maybe crashing on the way.
 func (c *crashRun) restart() {
-	power := false
+	power, lost := false, false
 	for {
-		if rapid.Bool().Draw(c.T, "power") {
+		if c.store != nil && !lost && rapid.IntRange(0, 3).Draw(c.T, "lost") == 0 {
+			lost = true
+			c.moveHost()
+		} else if rapid.Bool().Draw(c.T, "power") {
 			power = true
 			c.fs = c.fs.PowerLoss()
 		} else {
@@ -64,33 +76,46 @@ func (c *crashRun) restart() {
 		}
 		c.fs.CrashIn(0)
 		c.log = l
+		l.Hurry()
 		break
 	}
-	c.check(power)
+	c.check(power, lost)
 }
 
 // check compares the log with the model and takes what it has for the model's.
-func (c *crashRun) check(power bool) {
+func (c *crashRun) check(power, lost bool) {
 	ctx := context.Background()
+	least := func(m *modelTraj) int {
+		switch {
+		case lost:
+			return m.shipped
+		case power:
+			return m.synced
+		}
+		return m.written
+	}
 	for _, key := range c.names {
 		m := c.model[key]
-		if m.removed && len(m.recs) == 0 {
+		if m.removed && len(m.recs) == 0 && !lost {
 			continue
 		}
 		st, err := c.log.Stat(testID(key))
 		if errors.Is(err, sandbox.ErrNotFound) {
-			must := m.written
-			if power {
-				must = m.synced
-			}
-			if must > 0 && !m.maybe {
+			if must := least(m); must > 0 && !m.maybe {
 				c.Fatalf("%s is gone; %d records were acknowledged", key, must)
 			}
-			*m = modelTraj{removed: true}
+			*m = modelTraj{removed: true, past: m.past || m.maybe}
 			continue
 		}
 		if err != nil {
 			c.Fatal(err)
+		}
+		if lost && (m.removed || m.past && m.shipped == 0) { // the store need not know of the removal yet
+			if err := c.log.Remove(ctx, testID(key)); err != nil {
+				c.Fatal(err)
+			}
+			*m = modelTraj{removed: true, past: true}
+			continue
 		}
 		if m.removed {
 			c.Fatalf("%s came back", key)
@@ -105,12 +130,8 @@ func (c *crashRun) check(power bool) {
 				break
 			}
 		}
-		least := m.written
-		if power {
-			least = m.synced
-		}
-		if len(got) < least || len(got) > len(m.recs) {
-			c.Fatalf("%s has %d records; %d were acknowledged and %d tried", key, len(got), least, len(m.recs))
+		if len(got) < least(m) || len(got) > len(m.recs) {
+			c.Fatalf("%s has %d records; %d were acknowledged and %d tried", key, len(got), least(m), len(m.recs))
 		}
 		ends, kept := map[string]int64{}, map[string][]trajectory.Record{}
 		for i := range got {
@@ -133,7 +154,7 @@ func (c *crashRun) check(power bool) {
 				if err == nil {
 					data, err = io.ReadAll(r)
 				}
-				if err == nil && !bytes.Equal(data, m.inputs[i]) || err != nil && !m.unsafe[i] {
+				if err == nil && !bytes.Equal(data, m.inputs[i]) || err != nil && !(m.blobs[i] == sandbox.DurabilityProcess || m.blobs[i] == sandbox.DurabilityHost && m.moved) {
 					c.Fatalf("%s: record %d: input of %d octets read %d: %v", key, i+1, wi.Size, len(data), err)
 				}
 			}
@@ -147,6 +168,14 @@ func (c *crashRun) check(power bool) {
 		}
 		m.recs, m.ends, m.maybe = m.recs[:len(got)], ends, false
 		m.written, m.synced = len(got), len(got)
+		if m.shipped = min(m.shipped, len(got)); lost {
+			m.shipped = 0 // a host that took over has to ship it anew
+			for i := range m.blobs {
+				if m.blobs[i] == sandbox.DurabilityStore {
+					m.blobs[i] = sandbox.DurabilityHost
+				}
+			}
+		}
 	}
 }
 
@@ -185,15 +214,24 @@ func (c *crashRun) append(key string) bool {
 		c.names = append(c.names, key)
 	}
 	if m.removed {
-		*m = modelTraj{}
+		*m = modelTraj{past: true}
 	}
 	if m.ends == nil {
 		m.ends = map[string]int64{}
 	}
 	if m.inputs == nil {
-		m.inputs, m.unsafe = map[int][]byte{}, map[int]bool{}
+		m.inputs, m.blobs = map[int][]byte{}, map[int]sandbox.Durability{}
 	}
-	d := rapid.SampledFrom([]sandbox.Durability{sandbox.DurabilityProcess, sandbox.DurabilityProcess, sandbox.DurabilityHost}).Draw(c.T, "durability")
+	levels := []sandbox.Durability{sandbox.DurabilityProcess, sandbox.DurabilityProcess, sandbox.DurabilityHost}
+	if c.store != nil {
+		levels = append(levels, sandbox.DurabilityStore)
+	}
+	d := rapid.SampledFrom(levels).Draw(c.T, "durability")
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if c.store != nil {
+		c.store.crashed = cancel // else a store that does not answer is tried on
+	}
 	var recs []trajectory.Record
 	if len(m.recs) == 0 {
 		recs = append(recs, trajectory.Record{Kind: trajectory.KindCreate, Payload: []byte("{}")})
@@ -223,7 +261,7 @@ func (c *crashRun) append(key string) bool {
 				c.Fatal(err)
 			}
 			m.inputs[len(m.recs)+len(recs)] = data
-			m.unsafe[len(m.recs)+len(recs)] = d == sandbox.DurabilityProcess
+			m.blobs[len(m.recs)+len(recs)] = d
 			recs = append(recs, trajectory.Record{Kind: trajectory.KindStepStart, Step: step, Input: in, Payload: []byte("{}")})
 		default:
 			off := m.ends[step] + int64(max(0, rapid.IntRange(-20, 10).Draw(c.T, "gap")))
@@ -240,8 +278,13 @@ func (c *crashRun) append(key string) bool {
 		c.Fatalf("append: %v", err)
 	}
 	m.written = len(m.recs)
-	if d == sandbox.DurabilityHost {
+	if d != sandbox.DurabilityProcess {
 		c.syncedAll()
+	}
+	if d == sandbox.DurabilityStore {
+		for _, m := range c.model {
+			m.shipped = m.written
+		}
 	}
 	return false
 }
@@ -255,46 +298,62 @@ func (c *crashRun) syncedAll() {
 
 // TestCrash holds the promises of Append over kills and power losses at every write and sync.
 func TestCrash(t *testing.T) {
+	testCrash(t, false)
+}
+
+// TestCrashStore is TestCrash with a store, from which the log comes back when the host is lost.
+func TestCrashStore(t *testing.T) {
+	testCrash(t, true)
+}
+
+func testCrash(t *testing.T, stored bool) {
 	rapid.Check(t, func(rt *rapid.T) {
-		c := &crashRun{T: rt, fs: crashfs.New(rapid.Uint64().Draw(rt, "seed")), model: map[string]*modelTraj{}}
-		c.restart()
-		for range rapid.IntRange(1, 60).Draw(rt, "steps") {
-			if rapid.IntRange(0, 9).Draw(rt, "arm") == 0 {
-				c.fs.CrashIn(rapid.IntRange(1, 25).Draw(rt, "in"))
-			}
-			crashed := false
-			key := fmt.Sprint("k", rapid.IntRange(0, 4).Draw(rt, "key"))
-			switch rapid.IntRange(0, 11).Draw(rt, "act") {
-			case 0:
-				crashed = true
-			case 1:
-				if m := c.model[key]; m != nil && !m.removed {
-					m.maybe = true
-					switch err := c.log.Remove(context.Background(), testID(key)); {
-					case errors.Is(err, crashfs.ErrCrashed):
-						crashed = true
-					case err != nil:
-						rt.Fatal(err)
-					default:
-						m.removed, m.recs = true, nil
-						c.syncedAll()
-					}
-				}
-			case 2, 3:
-				err := c.log.Maintain(context.Background())
-				crashed = errors.Is(err, crashfs.ErrCrashed)
-				if err != nil && !crashed {
-					rt.Fatal(err)
-				}
-			default:
-				crashed = c.append(key)
-			}
-			if crashed {
-				c.restart()
-			}
-		}
-		c.restart()
+		crashOnce(rt, stored)
 	})
+}
+
+func crashOnce(rt *rapid.T, stored bool) {
+	c := &crashRun{T: rt, fs: crashfs.New(rapid.Uint64().Draw(rt, "seed")), model: map[string]*modelTraj{}}
+	if stored {
+		c.store = &memStore{all: map[string][]byte{}}
+	}
+	c.restart()
+	for range rapid.IntRange(1, 60).Draw(rt, "steps") {
+		if rapid.IntRange(0, 9).Draw(rt, "arm") == 0 {
+			c.fs.CrashIn(rapid.IntRange(1, 25).Draw(rt, "in"))
+		}
+		crashed := false
+		key := fmt.Sprint("k", rapid.IntRange(0, 4).Draw(rt, "key"))
+		switch rapid.IntRange(0, 11).Draw(rt, "act") {
+		case 0:
+			crashed = true
+		case 1:
+			if m := c.model[key]; m != nil && !m.removed {
+				m.maybe = true
+				switch err := c.log.Remove(context.Background(), testID(key)); {
+				case errors.Is(err, crashfs.ErrCrashed):
+					crashed = true
+				case err != nil:
+					rt.Fatal(err)
+				default:
+					m.removed, m.recs = true, nil
+					c.syncedAll()
+				}
+			}
+		case 2, 3:
+			err := c.log.Maintain(context.Background())
+			crashed = errors.Is(err, crashfs.ErrCrashed)
+			if err != nil && !crashed {
+				rt.Fatal(err)
+			}
+		default:
+			crashed = c.append(key)
+		}
+		if crashed {
+			c.restart()
+		}
+	}
+	c.restart()
 }
 
 // A power loss may leave a segment of any length; wherever its file ends, the log opens, with what was whole before it.

@@ -18,6 +18,9 @@
 //   - A reader sees a record once it is written, maybe before it is synced. Who promises durability host to a client answers after
 //     Append, not on what it read.
 //
-// Lock order: sealMu, allocMu, blobMu, then mu. No I/O happens under mu. Callers of Append write and sync themselves, one leading for all
+// Sealed segments are packed (pack.go), copied to the store and, under pressure, read from there (far.go). For durability store the tail
+// of the log goes there in batches, guarded by an epoch (ship.go).
+//
+// Lock order: sealMu, epochMu, allocMu, blobMu, then mu. No I/O happens under mu. Callers of Append write and sync themselves, one leading for all
 // that wait (a channel hand-over costs more than the write); Run only does what can wait: sealing, allocating ahead, retention.
 package trajectory

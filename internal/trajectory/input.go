@@ -228,18 +228,25 @@ func (w *InputWriter) Finish(d sandbox.Durability) (*Input, error) {
 			return nil, err
 		}
 	}
-	if d == sandbox.DurabilityHost {
+	synced := d != sandbox.DurabilityProcess
+	if synced {
 		if err := w.f.Sync(); err != nil {
 			w.discard()
 			return nil, fmt.Errorf("sync input: %w", err)
 		}
 	}
-	b, err := w.l.keepBlob(in, w, d == sandbox.DurabilityHost)
+	b, err := w.l.keepBlob(in, w, synced)
 	if err != nil {
 		w.discard()
 		return nil, err
 	}
 	in.pin = &pin{l: w.l, blob: b, held: true}
+	if d == sandbox.DurabilityStore { // now that nothing removes it
+		if err := w.l.shipBlob(in); err != nil {
+			in.Release()
+			return nil, err
+		}
+	}
 	return in, nil
 }
 
@@ -407,6 +414,9 @@ func (l *Log) dropBlobs(ctx context.Context) error {
 		return err
 	}
 	for _, b := range dead {
+		if err := l.unshipBlob(ctx, b.sha); err != nil {
+			return err
+		}
 		if err := l.fs.Remove(blobName(b.sha)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove blob: %w", err)
 		}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
 )
 
 // Config of a Log.
@@ -24,7 +25,11 @@ type Config struct {
 	SegmentBytes int64  // of one segment file, 64 KiB to 1 GiB, a multiple of 4 KiB
 	Reserve      int64  // octets, always allocated, that only records of ends may use
 	Limit        int64  // octets of segments and blobs together; 0 is what the disk has
-	FS           FS     // nil is Dir
+	// Store takes copies of sealed segments, and the log's tail for durability store, under logs/<Host>/. Nil: none of it.
+	Store store.Store
+	Host  string
+	Local int64 // octets of segments beyond which those that are in the store go from here; 0 is when the disk or Limit is full
+	FS    FS    // nil is Dir
 
 	// Now is wall time and the time since boot; Boot names the boot. Default's are those of the machine.
 	Now  func() (time.Time, time.Duration)
@@ -43,7 +48,9 @@ func (c *Config) Validate() error {
 		return fmt.Errorf("log dir: must be set: %w", sandbox.ErrInvalid)
 	case c.SegmentBytes < 64<<10 || c.SegmentBytes > maxSegment || c.SegmentBytes%4096 != 0:
 		return fmt.Errorf("log segment_bytes %d: want 65536 to %d, a multiple of 4096: %w", c.SegmentBytes, maxSegment, sandbox.ErrInvalid)
-	case c.Reserve < 0 || c.Limit < 0:
+	case c.Store != nil && store.CheckKey("logs/"+c.Host) != nil:
+		return fmt.Errorf("log host %q: a store needs it, as a part of its keys: %w", c.Host, sandbox.ErrInvalid)
+	case c.Reserve < 0 || c.Limit < 0 || c.Local < 0:
 		return fmt.Errorf("log reserve or limit: must not be negative: %w", sandbox.ErrInvalid)
 	case c.Now == nil:
 		return fmt.Errorf("log clock: must be set: %w", sandbox.ErrInvalid)
@@ -107,6 +114,7 @@ type Log struct {
 	spares    []*segment          // empty and allocated, in order
 	nextSeg   uint32
 	noAlloc   time.Time // when the last allocation failed for space
+	cache     *blockCache
 	blobs     map[[32]byte]*blob
 	blobBytes int64
 
@@ -118,6 +126,10 @@ type Log struct {
 	synced   uint64   // number of the last batch that is on the disk
 	lastSync chan struct{}
 	batches  uint64 // number of the last batch
+	shipped  uint64 // number of the last batch that is in the store
+	lastShip chan struct{}
+
+	tenure // of the host's place in the store
 }
 
 // Run seals full segments, allocates ahead and frees what was removed, until ctx ends. Without it the log still works: what can't
@@ -204,7 +216,9 @@ type segment struct {
 	header segmentHeader
 	file   *handle
 	off    int64 // where the next record goes
-	size   int64 // of the file
+	size   int64 // of the file, unpacked
+	disk   int64 // octets that its file takes here
+	wrote  int64 // where the octets end that are in the page cache
 	foot   *footer
 	sealed bool
 	last   uint64           // number of its last batch, once full
@@ -212,7 +226,13 @@ type segment struct {
 	bound  map[uint64]uint32
 	gone   []uint64 // trajectories removed by a record in this segment
 	// skip says that a rewrite failed on a damaged record: it stays as it is.
-	skip bool
+	skip   bool
+	packed bool
+	stored bool // the store has this very form of it
+	dying  bool // is being deleted
+	far    bool // its records lie in the store alone
+	// shipped is where the octets end that are in the store as part of the log's tail.
+	shipped int64
 }
 
 // handle is an open file that is closed when its last reader is gone; refs is under Log.mu.

@@ -25,8 +25,8 @@ func Open(cfg Config, log *slog.Logger) (_ *Log, err error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("open trajectory log: %w", err)
 	}
-	l := &Log{cfg: cfg, fs: cfg.FS, log: log, work: make(chan struct{}, 1), byID: map[ID]*traj{}, byNum: map[uint64]*traj{},
-		segs: map[uint32]*segment{}, blobs: map[[32]byte]*blob{}, nextTraj: 1, nextSeg: 1, loaded: map[uint64]bool{}}
+	l := &Log{tenure: tenure{gather: shipEvery, epochMu: newSemaphore()}, cfg: cfg, fs: cfg.FS, log: log, work: make(chan struct{}, 1), byID: map[ID]*traj{}, byNum: map[uint64]*traj{},
+		segs: map[uint32]*segment{}, cache: newBlockCache(), blobs: map[[32]byte]*blob{}, nextTraj: 1, nextSeg: 1, loaded: map[uint64]bool{}}
 	if l.fs == nil {
 		if l.fs, err = DirFS(cfg.Dir); err != nil {
 			return nil, fmt.Errorf("open trajectory log: %w", err)
@@ -41,10 +41,14 @@ func Open(cfg Config, log *slog.Logger) (_ *Log, err error) {
 	if l.lock, err = l.fs.Lock("LOCK"); err != nil {
 		return nil, err
 	}
+	if err := l.claim(); err != nil {
+		return nil, err
+	}
 	if err := l.load(); err != nil {
 		return nil, err
 	}
 	l.loaded = nil
+	l.oldest = l.nextSeg
 	if err := l.sweepBlobs(); err != nil {
 		return nil, err
 	}
@@ -116,18 +120,34 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	if err != nil {
 		return err
 	}
-	s := &segment{num: num, file: &handle{File: f}, size: size, trajs: map[uint64]int64{}}
+	s := &segment{num: num, disk: size, trajs: map[uint64]int64{}}
+	if isPacked(f) {
+		p, err := openPacked(f, size, l.cache, l.remote(num))
+		if errors.Is(err, errFormat) {
+			l.log.Error("trajectory log: a packed segment is damaged and its records are lost; its file is left as it is", "segment", num, "err", err)
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		f, size, s.packed, s.far = p, p.head.Size, true, p.head.Far > 0
+		s.stored = s.far
+	}
+	s.file, s.size = &handle{File: f}, size
 	head := make([]byte, segmentHeaderLen)
-	if size >= segmentHeaderLen {
-		if _, err := f.ReadAt(head, 0); err != nil {
+	if size >= segmentHeaderLen && !s.far { // of a far one the trailer says what is needed
+		if _, err := f.ReadAt(head, 0); err != nil && !(s.packed && errors.Is(err, errTorn)) {
 			return err
 		}
 	}
 	var headErr error
 	s.header, headErr = decodeSegmentHeader(head)
 	foot, end, err := readFooter(f, size, &s.header)
-	if err != nil {
+	if err != nil && !(s.packed && errors.Is(err, errTorn)) {
 		return err
+	}
+	if foot == nil && s.packed {
+		return l.loadPacked(s, f, &keep)
 	}
 	if foot != nil {
 		if *torn {
@@ -172,6 +192,20 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	l.segs[num] = s
 	keep = true
 	return l.seal(s)
+}
+
+// loadPacked loads a packed segment whose footer is damaged, by its records. It stays as it is.
+func (l *Log) loadPacked(s *segment, f File, keep *bool) error {
+	l.log.Error("trajectory log: the index of a packed segment is damaged; its records are read instead", "segment", s.num)
+	s.header.Nonce = f.(*packed).head.Nonce
+	end, _, err := scan(f, s.size, s.header.Nonce, func(e *entry, r *Record) error { return l.loadEntry(s, e) })
+	if err != nil && !errors.Is(err, errTorn) {
+		return err
+	}
+	s.off, s.sealed, s.skip = end, true, true
+	l.segs[s.num] = s
+	*keep = true
+	return nil
 }
 
 // strandedWithin is how far behind the end of an unsealed segment a record is looked for, in octets.
@@ -285,7 +319,8 @@ func (l *Log) prepare(s *segment) error {
 	var nonce [4]byte
 	rand.Read(nonce[:])
 	s.header = segmentHeader{Num: uint64(s.num), Created: wall.UnixNano(), Boot: l.cfg.Boot, Nonce: binary.LittleEndian.Uint32(nonce[:])}
-	s.off, s.size = segmentHeaderLen, l.cfg.SegmentBytes
+	s.off, s.size, s.disk = segmentHeaderLen, l.cfg.SegmentBytes, l.cfg.SegmentBytes
+	s.wrote, s.shipped = segmentHeaderLen, 0
 	s.foot, s.trajs, s.bound = newFooter(), map[uint64]int64{}, map[uint64]uint32{}
 	if _, err := s.file.WriteAt(s.header.encode(), 0); err != nil {
 		return err
@@ -369,6 +404,7 @@ func (l *Log) seal(s *segment) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	s.size, s.sealed = s.off+int64(len(b)), true
+	s.disk = s.size
 	s.foot, s.bound = nil, nil
 	return nil
 }

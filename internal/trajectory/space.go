@@ -37,7 +37,7 @@ func (l *Log) Space() Space {
 
 func (l *Log) segmentBytes() (n int64) {
 	for _, s := range l.segs {
-		n += s.size
+		n += s.disk
 	}
 	return n + int64(len(l.spares))*l.cfg.SegmentBytes
 }
@@ -75,6 +75,8 @@ func (l *Log) maintain(ctx context.Context) error {
 	if err := l.collect(ctx); err != nil {
 		errs = append(errs, err)
 	}
+	errs = append(errs, l.packFull(func() bool { return ctx.Err() != nil }))
+	errs = append(errs, l.store(ctx))
 	errs = append(errs, l.dropBlobs(ctx))
 	return errors.Join(errs...)
 }
@@ -174,7 +176,7 @@ func (l *Log) needed(s *segment, num uint64) bool {
 // sparse is the oldest segment of which less than a quarter lives; mu is held. Stragglers then cost at most four times their size.
 func (l *Log) sparse() *segment {
 	for _, s := range l.sealedByAge() {
-		if live := l.live(s); !s.skip && live > 0 && live < s.off/4 {
+		if live := l.live(s); !s.skip && !s.far && live > 0 && live < s.off/4 {
 			return s
 		}
 	}
@@ -182,6 +184,9 @@ func (l *Log) sparse() *segment {
 }
 
 func (l *Log) deleteSegment(s *segment) error {
+	if err := l.unstore(s); err != nil { // first: what is gone here is looked for nowhere
+		return err
+	}
 	if err := l.fs.Remove(segmentName(s.num)); err != nil {
 		return err
 	}
@@ -296,6 +301,7 @@ func (l *Log) copyLiving(s, n *segment, f File) (moved []entry, err error) {
 	}
 	buf = append(buf, n.foot.seal(n.off, n.header)...)
 	n.size = flushed + int64(len(buf))
+	n.disk = n.size
 	if err := flush(); err != nil {
 		return nil, err
 	}

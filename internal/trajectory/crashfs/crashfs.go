@@ -420,3 +420,12 @@ func (h *file) Sync() error {
 	h.n.pending = nil
 	return nil
 }
+
+// Tick counts a changing call of something else that the process does, such as one of a store: the process may crash in it. before says
+// whether it had its effect before it crashed.
+func (f *FS) Tick(name string) (before bool, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	crash, err := f.change("tick", name)
+	return crash && f.rng.IntN(2) == 0, err
+}
