@@ -42,6 +42,7 @@ type settings struct {
 	Gateway struct {
 		Domain string   `toml:"domain"`
 		Hosts  []string `toml:"hosts"`
+		Stall  string   `toml:"stall"` // duration; "0s" never ends a body
 	} `toml:"gateway"`
 	Images imageSettings `toml:"images"`
 	Store  []struct {

@@ -315,11 +315,18 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: peer}, logger); err != nil {
 		return nil, err
 	}
+	gc := gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, OpenMetrics: f.Metrics}
+	if err := setDuration(&gc.Stall, "gateway.stall", p.settings.Gateway.Stall); err != nil {
+		return nil, err
+	}
+	if p.settings.Gateway.Stall != "" && gc.Stall <= 0 {
+		gc.Stall = -1
+	}
 	e.layers = layer.New(e.facts, st)
 	if e.images, err = p.images(e.layers, st, e.facts, logger); err != nil {
 		return nil, err
 	}
-	e.gateway, err = gateway.New(gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, OpenMetrics: f.Metrics},
+	e.gateway, err = gateway.New(gc,
 		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Log: logger, Registry: reg})
 	if err != nil {
 		return nil, err

@@ -310,6 +310,13 @@ func (s fakeCommands) Start(ctx context.Context, r *connect.Request[dsecv1.Start
 }
 
 func (s fakeCommands) Attach(ctx context.Context, r *connect.Request[dsecv1.AttachRequest], out *connect.ServerStream[dsecv1.AttachResponse]) error {
+	if r.Msg.Id == "waits" {
+		if err := out.Send(&dsecv1.AttachResponse{Event: &dsecv1.AttachResponse_Chunk{Chunk: &dsecv1.Chunk{Stream: "stdout", Data: []byte("x")}}}); err != nil {
+			return err
+		}
+		<-ctx.Done()
+		return ctx.Err()
+	}
 	for i := range int64(1000) {
 		if err := out.Send(&dsecv1.AttachResponse{Event: &dsecv1.AttachResponse_Chunk{Chunk: &dsecv1.Chunk{Stream: "stdout", Offset: i, Data: []byte{byte(i)}}}}); err != nil {
 			return err
@@ -435,6 +442,8 @@ func (s fakeJobs) Stop(ctx context.Context, r *connect.Request[dsecv1.StopJobReq
 type cluster struct {
 	hosts []*fakeHost
 	keys  *iam.Keys
+	g     *Gateway
+	facts *facts.Bolt
 	url   string
 	key   string
 	base  string // a layer
@@ -491,11 +500,12 @@ func newCluster(t testing.TB, n int) *cluster {
 	done := make(chan struct{})
 	go func() { m.Run(ctx); close(done) }()
 	t.Cleanup(func() { cancel(); <-done })
-	c.keys = iam.New(b)
+	c.keys, c.facts = iam.New(b), b
 	g, err := New(Config{Version: "test", Domain: "box.test"}, Deps{Fleet: m, Keys: c.keys, Layers: layer.New(b, st), Log: log, Registry: obs.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}
+	c.g = g
 	g.askTime = 500 * time.Millisecond
 	srv := httptest.NewServer(g.Handler())
 	t.Cleanup(srv.Close)

@@ -40,6 +40,8 @@ type Config struct {
 	Role    string // "gateway" or "up", for InfoService
 	// Domain is under which "<port>-<sandbox>.<domain>" reaches ports. Without one, that form works for IDs under any domain.
 	Domain string
+	// Stall ends a body of which no octet moved for so long; 0 is 60 s, below 0 never.
+	Stall time.Duration
 	// OpenMetrics serves /metrics without a key.
 	OpenMetrics bool
 }
@@ -72,6 +74,7 @@ type Gateway struct {
 	edge    *rpc.Edge
 	handler http.Handler
 	ports   *ports
+	watch   *watch
 	random  func() *rand.Rand
 	leaving atomic.Bool
 	// abandoned counts creates whose sandboxes are being stopped since nobody could find them.
@@ -96,6 +99,9 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	if cfg.Role == "" {
 		cfg.Role = "gateway"
 	}
+	if cfg.Stall == 0 {
+		cfg.Stall = defaultStall
+	}
 	cfg.Domain = strings.ToLower(strings.Trim(cfg.Domain, "."))
 	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, images: d.Images, log: d.Log, askTime: askTime, born: time.Now()}
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
@@ -118,6 +124,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		}
 	}
 	g.ports = newPorts(g)
+	g.watch = &watch{check: d.Keys.Check, tick: watchTick, every: keyEvery, stall: cfg.Stall, open: map[*watched]struct{}{}}
 	mux := http.NewServeMux()
 	opts := g.edge.Options()
 	mux.Handle(dsecv1connect.NewInfoServiceHandler(info{g: g}, opts...))
@@ -141,7 +148,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		rpc.WriteError(w, fmt.Errorf("%s %.200q: nothing is here; see docs/http.md: %w", r.Method, r.URL.Path, sandbox.ErrNotFound))
 	})
-	plain := g.edge.Wrap(mux)
+	plain := g.edge.Wrap(g.watch.wrap(mux))
 	g.handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Ports come first and not through the mux, which answers odd paths with a redirect: paths there are the application's.
 		if t, ok := g.ports.target(r); ok {
@@ -190,6 +197,7 @@ func (g *Gateway) admit(ctx context.Context, secret, project string) (context.Co
 	if err != nil {
 		return ctx, err
 	}
+	ctx = context.WithValue(ctx, callerKey{}, id.Key)
 	if project != "" && project != id.Project {
 		if !iam.Within(id.Project, project) {
 			return ctx, fmt.Errorf("project %.200q: the key is for %s and those below it: %w", project, id.Project, sandbox.ErrDenied)

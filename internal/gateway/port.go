@@ -149,7 +149,7 @@ func (p *ports) serve(w http.ResponseWriter, r *http.Request, t target) {
 		p.fail(w, r, err)
 		return
 	}
-	p.proxy.ServeHTTP(w, r)
+	p.g.watch.serve(w, r, false, p.proxy)
 	p.g.edge.Done("ports", nil, rt.start)
 }
 

@@ -213,10 +213,35 @@ func (k *Keys) Verify(ctx context.Context, secret string) (Identity, error) {
 		e = entry{key: key, until: now.Add(remembered)}
 		k.remember(hash, e, now)
 	}
-	if !e.key.Expires.IsZero() && !now.Before(e.key.Expires) {
-		return Identity{}, fmt.Errorf("API key %s: expired on %s; make a new one (dsec key create): %w", e.key.ID, e.key.Expires.Format(time.RFC3339), rpc.ErrUnauthenticated)
+	if err := k.expired(e.key, now); err != nil {
+		return Identity{}, err
 	}
 	return Identity{Project: e.key.Project, Key: e.key.ID}, nil
+}
+
+// Check looks at a key that was verified before: for calls that last. The errors are those of Verify.
+func (k *Keys) Check(ctx context.Context, id string) error {
+	key, _, err := k.get(ctx, id)
+	switch {
+	case errors.Is(err, sandbox.ErrNotFound):
+		return fmt.Errorf("API key %s: not known here: %w", id, rpc.ErrUnauthenticated)
+	case err != nil:
+		return err
+	case !key.Revoked.IsZero():
+		return revoked(key)
+	}
+	return k.expired(key, k.now())
+}
+
+func revoked(key Key) error {
+	return fmt.Errorf("API key %s: revoked on %s: %w", key.ID, key.Revoked.Format(time.RFC3339), rpc.ErrUnauthenticated)
+}
+
+func (k *Keys) expired(key Key, now time.Time) error {
+	if key.Expires.IsZero() || now.Before(key.Expires) {
+		return nil
+	}
+	return fmt.Errorf("API key %s: expired on %s; make a new one (dsec key create): %w", key.ID, key.Expires.Format(time.RFC3339), rpc.ErrUnauthenticated)
 }
 
 func (k *Keys) lookup(ctx context.Context, secret string, hash [sha256.Size]byte) (Key, error) {
@@ -237,7 +262,7 @@ func (k *Keys) lookup(ctx context.Context, secret string, hash [sha256.Size]byte
 		return Key{}, wrong
 	}
 	if !key.Revoked.IsZero() {
-		return Key{}, fmt.Errorf("API key %s: revoked on %s: %w", key.ID, key.Revoked.Format(time.RFC3339), rpc.ErrUnauthenticated)
+		return Key{}, revoked(key)
 	}
 	return key, nil
 }

@@ -78,6 +78,9 @@ func (e *Edge) Options() []connect.HandlerOption {
 
 // Fail answers a failed plain HTTP request and logs it.
 func (e *Edge) Fail(w http.ResponseWriter, r *http.Request, what string, err error, start time.Time) {
+	if why := ended(r.Context()); why != nil {
+		err = why
+	}
 	e.note(r.Context(), what, err, start)
 	WriteError(w, err)
 }
@@ -205,6 +208,9 @@ func (c *calls) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.
 			if v := recover(); v != nil {
 				err = e.caught(ctx, procedure, v)
 			}
+			if why := ended(ctx); why != nil {
+				err = why
+			}
 			if err != nil {
 				err = e.settle(ctx, procedure, err, start)
 			}
@@ -218,6 +224,17 @@ func (c *calls) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.
 
 func (c *calls) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
 	return next
+}
+
+// ended is why a call was ended from outside of it: the cause that somebody gave when its context was cancelled.
+func ended(ctx context.Context) error {
+	if ctx.Err() == nil {
+		return nil
+	}
+	if why := context.Cause(ctx); why != nil && !errors.Is(ctx.Err(), why) {
+		return why
+	}
+	return nil
 }
 
 func (e *Edge) settle(ctx context.Context, procedure string, err error, start time.Time) error {
