@@ -23,6 +23,7 @@ type Server struct {
 	Client *client.Client
 	Layer  string // the root file system's
 
+	cfg   Config
 	bin   string
 	cmd   *exec.Cmd
 	group *Group // of dsec up; the keeper moves itself into one of its own
@@ -43,25 +44,56 @@ func Binary() string {
 	return "bin/dsec"
 }
 
+// Config says how a server runs.
+type Config struct {
+	Pool string   // size, such as "4g"
+	Args []string // further arguments of dsec up
+	Env  []string // further environment
+}
+
 // Start starts a server with a pool of that size ("4g") and puts the root file system into it as a layer.
 func Start(ctx context.Context, pool string) (*Server, error) {
-	if os.Geteuid() != 0 {
-		return nil, errors.New("benchmarks need root, as the host does")
+	s, err := StartEmpty(ctx, Config{Pool: pool})
+	if err != nil {
+		return nil, err
 	}
-	s := &Server{done: make(chan error, 1)}
-	if err := s.start(ctx, pool); err != nil {
+	if err := s.importTree(ctx); err != nil {
 		return nil, errors.Join(err, s.Stop())
 	}
 	return s, nil
 }
 
-func (s *Server) start(ctx context.Context, pool string) (err error) {
+// StartEmpty starts a server without any layer.
+func StartEmpty(ctx context.Context, cfg Config) (s *Server, err error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("benchmarks need root, as the host does")
+	}
+	s = &Server{cfg: cfg}
 	if s.bin, err = filepath.Abs(Binary()); err != nil {
-		return err
+		return nil, err
 	}
 	if s.Dir, err = os.MkdirTemp("", "dsec-bench-"); err != nil {
+		return nil, err
+	}
+	if err := s.start(ctx); err != nil {
+		return nil, errors.Join(err, s.Stop())
+	}
+	return s, nil
+}
+
+// Restart ends the server, calls between, and starts it again on the same folders.
+func (s *Server) Restart(ctx context.Context, between func() error) error {
+	if err := s.end(); err != nil {
 		return err
 	}
+	if err := between(); err != nil {
+		return err
+	}
+	return s.start(ctx)
+}
+
+func (s *Server) start(ctx context.Context) (err error) {
+	s.done, s.log = make(chan error, 1), bytes.Buffer{}
 	if s.group, err = NewGroup("up"); err != nil {
 		return err
 	}
@@ -70,18 +102,23 @@ func (s *Server) start(ctx context.Context, pool string) (err error) {
 		return err
 	}
 	defer at.Close()
-	s.cmd = exec.Command(s.bin, "up", "--state", s.path("state"), "--run", s.path("run"), "--pool-size", pool, "--listen", "", "--log-level", "warn")
+	args := []string{"up", "--state", s.path("state"), "--run", s.path("run"), "--pool-size", s.cfg.Pool, "--listen", "", "--log-level", "warn"}
+	s.cmd = exec.Command(s.bin, append(args, s.cfg.Args...)...)
 	s.cmd.Stdout, s.cmd.Stderr = &s.log, &s.log
+	s.cmd.Env = append(os.Environ(), s.cfg.Env...)
 	// A process group of its own: an interrupt from the terminal is passed on by us, once.
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, UseCgroupFD: true, CgroupFD: int(at.Fd())}
 	if err := s.cmd.Start(); err != nil {
 		s.cmd = nil
 		return err
 	}
-	go func() { s.done <- s.cmd.Wait() }()
-	if s.Client, err = s.connect(ctx); err != nil {
-		return err
-	}
+	cmd, done := s.cmd, s.done
+	go func() { done <- cmd.Wait() }()
+	s.Client, err = s.connect(ctx)
+	return err
+}
+
+func (s *Server) importTree(ctx context.Context) error {
 	tree, err := Tar()
 	if err != nil {
 		return err
@@ -187,8 +224,21 @@ func (s *Server) Settle() {
 	}
 }
 
+// Log is what the server wrote since it started.
+func (s *Server) Log() string { return s.log.String() }
+
 // Stop stops all sandboxes and the server, and removes its folders.
 func (s *Server) Stop() error {
+	err := s.end()
+	if s.Dir != "" {
+		unmountBelow(s.Dir)
+		err = errors.Join(err, os.RemoveAll(s.Dir))
+	}
+	return err
+}
+
+// end stops all sandboxes and the server.
+func (s *Server) end() error {
 	var errs []error
 	var keeper *Group
 	if s.cmd != nil {
@@ -212,10 +262,7 @@ func (s *Server) Stop() error {
 	if s.group != nil {
 		errs = append(errs, s.group.Remove())
 	}
-	if s.Dir != "" {
-		unmountBelow(s.Dir)
-		errs = append(errs, os.RemoveAll(s.Dir))
-	}
+	s.cmd, s.group = nil, nil
 	return errors.Join(errs...)
 }
 

@@ -1,0 +1,270 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+
+	"github.com/dsec-dev/dsec/bench/measure"
+	"github.com/dsec-dev/dsec/internal/store/storetest"
+)
+
+// subject is an environment under measurement.
+type subject struct {
+	env    environment
+	stored int64 // octets in the far store
+	local  sample
+	warm   sample // local, the second start
+	links  []linked
+}
+
+// linked are the figures over one link.
+type linked struct {
+	speed                   speed
+	pull, cold, hot, hotter sample // hotter: the second start after hot
+}
+
+func measureOne(ctx context.Context, e environment, dir, cache string, rounds int) (s *subject, err error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	tree, err := e.tree(ctx, cache)
+	if err != nil {
+		return nil, err
+	}
+	s = &subject{env: e}
+	if err := s.measureLocal(ctx, tree, rounds); err != nil {
+		return nil, fmt.Errorf("local: %w", err)
+	}
+	for _, sp := range speeds {
+		s.links = append(s.links, linked{speed: sp})
+	}
+	if err := s.measurePull(ctx, tree, dir, rounds); err != nil {
+		return nil, fmt.Errorf("pull: %w", err)
+	}
+	if err := s.measureDemand(ctx, tree, dir, rounds); err != nil {
+		return nil, fmt.Errorf("on demand: %w", err)
+	}
+	return s, nil
+}
+
+const pool = "6g"
+
+func importTar(ctx context.Context, s *measure.Server, tree string) (string, error) {
+	f, err := os.Open(tree)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	made, err := s.Client.ImportLayer(ctx, "bench/image", "bench", f)
+	if err != nil {
+		return "", fmt.Errorf("import the image: %w", err)
+	}
+	return made.Layer.Id, nil
+}
+
+// measureLocal has the layer's files on the host's own disk.
+func (s *subject) measureLocal(ctx context.Context, tree string, rounds int) (err error) {
+	measure.Note("%s: local", s.env.name)
+	server, err := measure.StartEmpty(ctx, measure.Config{Pool: pool})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, server.Stop()) }()
+	layer, err := importTar(ctx, server, tree)
+	if err != nil {
+		return err
+	}
+	for range rounds {
+		if err := server.Restart(ctx, func() error { return nil }); err != nil {
+			return err
+		}
+		do := func() error { return command(ctx, server, layer, s.env.command) }
+		f, err := start(server.Dir, new(link), false, do)
+		if err != nil {
+			return err
+		}
+		s.local = append(s.local, f)
+		if f, err = start(server.Dir, new(link), true, do); err != nil {
+			return err
+		}
+		s.warm = append(s.warm, f)
+		if err := stopEnded(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// measurePull fetches the image from a registry and unpacks it, then does the command in it.
+func (s *subject) measurePull(ctx context.Context, tree, dir string, rounds int) error {
+	l := new(link)
+	r := newRegistry(filepath.Join(dir, "registry"), l)
+	defer r.server.Close()
+	if err := r.push(ctx, s.env.name, tree); err != nil {
+		return err
+	}
+	for i := range s.links {
+		x := &s.links[i]
+		measure.Note("%s: pull over the %s link", s.env.name, x.speed.name)
+		for range rounds {
+			root := filepath.Join(dir, "pulled")
+			l.set(x.speed.latency, x.speed.rate)
+			f, err := start(dir, l, false, func() error {
+				if err := os.Mkdir(root, 0o755); err != nil {
+					return err
+				}
+				if err := r.pull(ctx, s.env.name, root); err != nil {
+					return err
+				}
+				return inFolder(ctx, root, s.env.command)
+			})
+			if err := errors.Join(err, os.RemoveAll(root)); err != nil {
+				return err
+			}
+			l.set(0, 0)
+			x.pull = append(x.pull, f)
+		}
+	}
+	return nil
+}
+
+// measureDemand has the layer in an S3 store behind the link, first as it was imported, then with the files in front that the
+// command reads.
+func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds int) (err error) {
+	l := new(link)
+	bucket := storetest.NewS3(filepath.Join(dir, "s3"))
+	s3 := httptest.NewServer(l.wrap(bucket))
+	defer s3.Close()
+	server, err := measure.StartEmpty(ctx, measure.Config{
+		Pool: pool,
+		Args: []string{"--store", "s3://" + storetest.Bucket + "/bench?endpoint=" + s3.URL + "&path_style=true"},
+		Env:  []string{"AWS_ACCESS_KEY_ID=" + storetest.AccessKey, "AWS_SECRET_ACCESS_KEY=" + storetest.SecretKey},
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, server.Stop()) }()
+	layer, err := importTar(ctx, server, tree)
+	if err != nil {
+		return err
+	}
+	s.stored = bucket.Octets()
+	do := func() error { return command(ctx, server, layer, s.env.command) }
+	for _, hot := range []bool{false, true} {
+		if hot {
+			if err := profile(ctx, server, layer, s.env.command); err != nil {
+				return err
+			}
+		}
+		for i := range s.links {
+			x := &s.links[i]
+			measure.Note("%s: on demand over the %s link, hot files first: %t", s.env.name, x.speed.name, hot)
+			for range rounds {
+				if err := server.Restart(ctx, func() error { return forget(server.Dir) }); err != nil {
+					return err
+				}
+				l.set(x.speed.latency, x.speed.rate)
+				f, err := start(server.Dir, l, false, do)
+				if err != nil {
+					return err
+				}
+				if hot {
+					x.hot = append(x.hot, f)
+					if f, err = start(server.Dir, l, true, do); err != nil {
+						return err
+					}
+					x.hotter = append(x.hotter, f)
+				} else {
+					x.cold = append(x.cold, f)
+				}
+				l.set(0, 0)
+				if err := stopEnded(ctx); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// forget removes all that a host keeps of a far store.
+func forget(dir string) error {
+	var err error
+	for _, name := range []string{"layers", "blobs", "spool"} {
+		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, "state", name)))
+	}
+	return err
+}
+
+// profile lays the layer out anew, with what the command reads in front.
+func profile(ctx context.Context, s *measure.Server, layer, text string) error {
+	cmd := exec.CommandContext(ctx, measure.Binary(), "layer", "profile", layer, "--", "/bin/sh", "-c", text)
+	cmd.Env = append(os.Environ(), "DSEC_URL=unix:"+filepath.Join(s.Dir, "run/dsec.sock"), "DSEC_KEY_FILE="+filepath.Join(s.Dir, "run/key"))
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("profile: %w: %s", err, tail(out.String()))
+	}
+	measure.Note("profile: %s", tail(out.String()))
+	return nil
+}
+
+const mb = 1e6
+
+func (s *subject) print() {
+	line := func(kind string, f figure) {
+		name := "images." + s.env.name + "." + kind
+		measure.Print(name+".s", f.seconds, "s")
+		measure.Print(name+".fetched", f.fetched/mb, "MB")
+		measure.Print(name+".written", f.written/mb, "MB")
+	}
+	measure.Print("images."+s.env.name+".stored", float64(s.stored)/mb, "MB")
+	line("local", s.local.median())
+	line("local_warm", s.warm.median())
+	for _, x := range s.links {
+		line(x.speed.name+".pull", x.pull.median())
+		line(x.speed.name+".cold", x.cold.median())
+		line(x.speed.name+".hot", x.hot.median())
+		line(x.speed.name+".warm", x.hotter.median())
+	}
+}
+
+// worst prints the worst of the environments for each aim: hot files first, over the fast link.
+func worst(all []*subject) {
+	var local, fetched, write, pull []float64
+	for _, s := range all {
+		x := s.links[0]
+		hot, full, own := x.hot.median(), x.pull.median(), s.local.median()
+		local = append(local, hot.seconds/own.seconds)
+		fetched = append(fetched, hot.fetched/float64(s.stored))
+		write = append(write, (hot.written-own.written)/(full.written-own.written))
+		warm := s.warm.median().seconds
+		pull = append(pull, (full.seconds-warm)/(hot.seconds-warm))
+	}
+	measure.Print("images.cold_over_local", most(local), "x")
+	measure.Print("images.fetched_share", most(fetched), "")
+	measure.Print("images.write_share", most(write), "")
+	measure.Print("images.pull_over_cold", -most(negative(pull)), "x")
+}
+
+func most(v []float64) float64 {
+	m := v[0]
+	for _, f := range v {
+		m = max(m, f)
+	}
+	return m
+}
+
+func negative(v []float64) (out []float64) {
+	for _, f := range v {
+		out = append(out, -f)
+	}
+	return out
+}
