@@ -19,6 +19,8 @@ type layerCmd struct {
 	Build    layerBuildCmd    `cmd:"" help:"Build a layer from a folder, a tar or a Debian suite."`
 	Ls       layerListCmd     `cmd:"" help:"List layers by name."`
 	Inspect  layerInspectCmd  `cmd:"" help:"Show a layer."`
+	Push     layerPushCmd     `cmd:"" help:"Copy a layer, or an environment with its layers, to another store."`
+	Pull     layerPullCmd     `cmd:"" help:"Copy one from another store and name it here."`
 	Rollback layerRollbackCmd `cmd:"" help:"Make an earlier version current."`
 	Rm       layerRemoveCmd   `cmd:"" help:"Remove a version (name@version), or all of a name."`
 }

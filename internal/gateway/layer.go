@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"sort"
@@ -115,6 +116,12 @@ func layerNames(versions []layer.Version) []*dsecv1.LayerName {
 
 func (s layers) GetLayer(ctx context.Context, r *connect.Request[dsecv1.GetLayerRequest]) (*connect.Response[dsecv1.GetLayerResponse], error) {
 	v, err := s.g.layers.Lookup(ctx, rpc.Project(ctx), r.Msg.GetRef())
+	// `dsec layer pull` has put the layer into the store, which it shows by what it left beside it.
+	if token := r.Header().Get("Dsec-Claim"); token != "" && errors.Is(err, sandbox.ErrNotFound) {
+		if err = s.g.layers.Claim(ctx, rpc.Project(ctx), layer.ID(r.Msg.GetRef()), token); err == nil {
+			v, err = s.g.layers.Lookup(ctx, rpc.Project(ctx), r.Msg.GetRef())
+		}
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/store"
 )
 
-// holders lists the layers that any project holds.
+// holders lists the layers that any project holds, or a name in the store itself.
 func (c *Catalogue) holders(ctx context.Context) (map[ID]bool, error) {
 	list, err := c.facts.List(ctx, "held:", "", 0)
 	if err != nil {
@@ -22,7 +22,7 @@ func (c *Catalogue) holders(ctx context.Context) (map[ID]bool, error) {
 	for _, f := range list {
 		out[ID(idPrefix+f.Key[strings.LastIndexByte(f.Key, ':')+1:])] = true
 	}
-	return out, nil
+	return out, c.pushed(ctx, func(id ID) { out[id] = true })
 }
 
 // collect removes the layer's data when nothing holds it any more. The caller has mu.
