@@ -24,9 +24,9 @@ from .errors import (
     VersionMismatch,
 )
 from .model import (
-    ApiKey, Capabilities, Cause, Chunk, CommandInfo, Environment, FileEvent, FileInfo, ImportedLayer, ItemError, JobInfo, Layer, LayerName,
+    ApiKey, Capabilities, Cause, Chunk, CommandInfo, Environment, FileEvent, FileInfo, Image, ImportedLayer, ItemError, JobInfo, Layer, LayerName,
     Lifetime, LogRecord, NewApiKey, Outcome, Resources, Result, SandboxInfo, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
-    StreamEnd, UploadResult, WriteResult,
+    StreamEnd, Summary, UploadResult, Verdict, WriteResult,
 )
 from .options import CommandOptions, CreateOptions, EnvironmentOptions, RunOptions, SessionOptions, StartOptions
 
@@ -36,9 +36,9 @@ __all__ = [
     "PROTOCOL", "ApiKey", "AsyncBatch", "AsyncClient", "AsyncConnection", "AsyncFiles", "AsyncFound", "AsyncJob", "AsyncPort", "AsyncProcess",
     "AsyncSandbox", "AsyncSession", "AsyncWebSocket", "Batch", "Capabilities", "Cause", "Chunk", "Client", "CommandFailed", "CommandInfo",
     "CommandOptions", "CreateOptions", "DeadlineExceeded", "Denied", "DsecError", "Environment", "EnvironmentOptions", "Exhausted", "Exists",
-    "FileEvent", "FileInfo", "Files", "Found", "HttpResponse", "ImportedLayer", "Internal", "Invalid", "ItemError", "Job", "JobInfo", "Layer",
+    "FileEvent", "FileInfo", "Files", "Found", "HttpResponse", "Image", "ImportedLayer", "Internal", "Invalid", "ItemError", "Job", "JobInfo", "Layer",
     "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "Outcome", "Port", "Process", "RawConnection", "Resources", "Result",
     "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
-    "StartOptions", "State", "Stats", "StreamEnd", "Unavailable", "Unsupported", "UploadResult", "VersionMismatch", "WebSocket",
+    "StartOptions", "State", "Stats", "StreamEnd", "Summary", "Unavailable", "Unsupported", "UploadResult", "Verdict", "VersionMismatch", "WebSocket",
     "WebSocketClosed", "WriteResult",
 ]

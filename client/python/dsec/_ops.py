@@ -15,7 +15,7 @@ from typing import Collection, Generator, Iterator, List, Mapping, Optional, Seq
 from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, milliseconds, put, put_list, text_of
 from .errors import DeadlineExceeded, DsecError, Invalid, NotFound, Unavailable, unclear
 from .model import (
-    Chunk, CommandInfo, Environment, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult,
+    Chunk, CommandInfo, Environment, Image, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult,
 )
 from .options import Env
 
@@ -87,7 +87,8 @@ def without_empty(body: JSON) -> JSON:
 
 
 def create_body(
-    *, environment: str = "", layers: Sequence[str] = (), backend: str = "container", job: str = "", key: str = "", name: str = "",
+    *, environment: str = "", layers: Sequence[str] = (), image: str = "", pull: str = "", image_entrypoint: bool = False,
+    backend: str = "container", job: str = "", key: str = "", name: str = "",
     labels: Optional[Mapping[str, str]] = None, memory: int = 0, disk: int = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0,
     idle: Optional[float] = None, total: Optional[float] = None, on_idle: str = "", network: str = "", user: str = "", cwd: Octets = "",
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), hostname: str = "", entrypoint: Sequence[Octets] = (),
@@ -96,7 +97,7 @@ def create_body(
     if isinstance(layers, (str, bytes)) or isinstance(entrypoint, (str, bytes)):
         raise Invalid("layers and entrypoint: want a list, not one string")
     body = without_empty({
-        "environment": environment, "layers": list(layers), "backend": backend, "job": job, "key": key, "name": name,
+        "environment": environment, "layers": list(layers), "image": image, "pull": pull, "image_entrypoint": image_entrypoint, "backend": backend, "job": job, "key": key, "name": name,
         "labels": dict(labels or {}), "network": network, "user": user, "env": env_vars(env, secret_env), "hostname": hostname,
         "entrypoint": [text_of(e, f"entrypoint[{i}]") for i, e in enumerate(entrypoint)], "best_effort": best_effort,
         "no_new_privs": no_new_privs, "durability": durability, "deadline_ms": milliseconds(deadline, "deadline"),
@@ -260,7 +261,7 @@ def argv_of(argv: Sequence[Union[Octets, Sequence[Octets]]]) -> List[Octets]:
 def start_body(
     sandbox: str, *, argv: Optional[Sequence[Octets]] = None, session: str = "", text: Octets = "", id: str = "", env: Optional[Env] = None,
     secret_env: Collection[Octets] = (), cwd: Octets = "", user: str = "", stdin: Octets = b"", timeout: Optional[float] = None,
-    output_cap: int = 0, stdin_open: Optional[bool] = None, terminal: Optional[Tuple[int, int]] = None,
+    output_cap: int = 0, stdin_open: Optional[bool] = None, terminal: Optional[Tuple[int, int]] = None, step: str = "",
 ) -> JSON:
     if timeout is not None and not timeout > 0:
         raise Invalid(f"timeout {timeout}: want seconds above 0, or None for no limit")
@@ -270,7 +271,7 @@ def start_body(
         "session": session, "env": env_vars(env, secret_env), "user": user, "timeout_ms": milliseconds(timeout, "timeout"),
         "output_cap": output_cap, "stdin_open": stdin_open, "stdin": base64_of(encode(stdin, "stdin")),
     })
-    body["sandbox"], body["id"] = sandbox, id or new_key()
+    body["sandbox"], body["id"] = sandbox, id or step or new_key()
     if argv is not None:
         put_list(body, "argv", argv)
     if session:
@@ -443,6 +444,17 @@ class LogCursor(Resuming):
         self.done = True
 
 
+def verdict_body(sandbox: str, reward: Optional[float], metadata: Optional[Mapping[str, object]], key: str) -> JSON:
+    verdict: JSON = {}
+    if reward is not None:
+        verdict["reward"] = float(reward)
+    if metadata:
+        verdict["metadata"] = dict(metadata)
+    if key:
+        verdict["key"] = key
+    return {"sandbox": sandbox, "verdict": verdict}
+
+
 # Layers, environments, jobs.
 
 
@@ -462,6 +474,17 @@ def list_layers(prefix: str) -> Op[List[LayerName]]:
     while True:
         f = yield from call("LayerService/ListLayers", without_empty({"prefix": prefix, "page_size": 1000, "page_token": token}))
         out += f.subs("names", LayerName.of)
+        token = f.text("nextPageToken")
+        if not token:
+            return out
+
+
+def list_images(prefix: str) -> Op[List[Image]]:
+    out: List[Image] = []
+    token = ""
+    while True:
+        f = yield from call("ImageService/ListImages", without_empty({"prefix": prefix, "page_size": 1000, "page_token": token}))
+        out += f.subs("images", Image.of)
         token = f.text("nextPageToken")
         if not token:
             return out

@@ -56,6 +56,45 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """What the steps of an ended sandbox add up to."""
+
+    steps: int = 0
+    commands: int = 0
+    failed: int = 0  # commands that did not exit with 0
+    unknown: int = 0  # steps whose end nobody saw
+    retries: int = 0  # starts under a key that had been started before
+    wall: float = 0.0  # seconds
+    cpu: float = 0.0  # seconds
+    memory_peak: int = -1  # octets; -1 unknown
+    cls: str = ""  # of its cause
+
+    @classmethod
+    def of(cls, f: Fields) -> Summary:
+        return cls(
+            f.number("steps"), f.number("commands"), f.number("failed"), f.number("unknown"), f.number("retries"), f.seconds("wallMs"),
+            f.number("cpuUs") / 1e6, f.number("memoryPeak"), f.text("class"),
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a grader attached to a trajectory."""
+
+    key: str = ""
+    reward: Optional[float] = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    time: Time = None
+    seq: int = 0
+
+    @classmethod
+    def of(cls, f: Fields) -> Verdict:
+        reward = f.data.get("reward")
+        value = float(reward) if isinstance(reward, (int, float, str)) else None
+        return cls(f.text("key"), value, f.sub("metadata").data, f.time("time"), f.number("seq"))
+
+
+@dataclass(frozen=True)
 class SandboxInfo:
     """A sandbox as its host told it at one moment."""
 
@@ -85,6 +124,8 @@ class SandboxInfo:
     durability: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)  # what the host does otherwise than asked
     no_new_privs: bool = False
+    summary: Optional[Summary] = None  # once it has ended
+    verdict: Optional[Verdict] = None  # the latest
 
     @classmethod
     def of(cls, f: Fields) -> SandboxInfo:
@@ -96,6 +137,8 @@ class SandboxInfo:
             user=f.text("user"), cwd=f.text("cwd"), hostname=f.text("hostname"), created=f.time("created"), ended=f.time("ended"),
             idle_deadline=f.time("idleDeadline"), total_deadline=f.time("totalDeadline"), host=f.text("host"),
             durability=f.text("durability"), notes=f.texts_by_name("notes"), no_new_privs=f.flag("noNewPrivs"),
+            summary=Summary.of(f.sub("summary")) if f.has("summary") else None,
+            verdict=Verdict.of(f.sub("verdict")) if f.has("verdict") else None,
         )
 
 
@@ -508,6 +551,30 @@ class Environment:
             name=f.text("name"), version=f.number("version"), base=f.text("base"), workspace=f.text("workspace"), kits=f.texts("kits"),
             layers=f.texts("layers"), env={k: v for one in env for k, v in one.items()}, user=f.text("user"), cwd=f.text("cwd"),
             resources=Resources.of(f.sub("resources")), created=f.time("created"), current=f.flag("current"),
+        )
+
+
+@dataclass(frozen=True)
+class Image:
+    """An OCI image that became an environment."""
+
+    ref: str  # in full, as docker.io/library/python:3.12
+    digest: str  # of the manifest; of the config where there was none
+    environment: str  # name@version
+    layers: Sequence[str]  # IDs, lowest first
+    entrypoint: Sequence[str]  # started only when asked for
+    cmd: Sequence[str]
+    labels: Mapping[str, str]
+    checked: Time  # when the registry was last asked what the tag means
+    size: int  # octets of file contents
+
+    @classmethod
+    def of(cls, f: Fields) -> Image:
+        c = f.sub("config")
+        return cls(
+            ref=f.text("ref"), digest=f.text("digest"), environment=f.text("environment"), layers=f.texts("layers"),
+            entrypoint=c.texts("entrypoint"), cmd=c.texts("cmd"), labels=c.texts_by_name("labels"), checked=f.time("checked"),
+            size=f.number("octets"),
         )
 
 

@@ -9,10 +9,13 @@ Env = Mapping[Octets, Octets]
 
 
 class CreateOptions(TypedDict, total=False):
-    """Of a new sandbox. Times are seconds, sizes octets. Give `environment` or `layers`."""
+    """Of a new sandbox. Times are seconds, sizes octets. Give `environment`, `layers` or `image`."""
 
     environment: str  # name or name@version
     layers: Sequence[str]  # layer references, lowest first
+    image: str  # OCI reference, as python:3.12; imported when it is not there
+    pull: str  # of image: missing (default) | always
+    image_entrypoint: bool  # start the image's entrypoint and command; their end ends the sandbox
     backend: str
     job: str
     key: str  # idempotency key, unique in the job: the same key and request again answers the same sandbox
@@ -35,7 +38,7 @@ class CreateOptions(TypedDict, total=False):
     entrypoint: Sequence[str]  # started after birth; its end ends the sandbox
     best_effort: bool
     no_new_privs: bool
-    durability: str  # process | host
+    durability: str  # process | host | store
     deadline: float  # seconds that the create may take
 
 
@@ -43,6 +46,7 @@ class CommandOptions(TypedDict, total=False):
     """Of a command."""
 
     id: str  # step key: the same ID never runs twice, it answers the recorded result
+    step: str  # the same by another name
     env: Env  # beside the sandbox's
     secret_env: Collection[Octets]
     cwd: Octets
@@ -73,6 +77,7 @@ class RunOptions(TypedDict, total=False):
     """Of a command in a session."""
 
     id: str
+    step: str
     stdin: Octets
     timeout: float
     output_cap: int

@@ -119,6 +119,69 @@ def test_catalogue(client):
 # E: commands.
 
 
+def test_images(client):
+    """From a registry of a few lines: one manifest, one config, one layer."""
+    import gzip
+    import hashlib
+    import http.server
+    import io
+    import json
+    import tarfile
+    import threading
+
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as t:
+        t.add(BUSYBOX, "bin/busybox")
+        for name in ("sh", "cat", "echo"):
+            link = tarfile.TarInfo("bin/" + name)
+            link.type, link.linkname, link.mode = tarfile.SYMTYPE, "busybox", 0o777
+            t.addfile(link)
+    digest = lambda b: "sha256:" + hashlib.sha256(b).hexdigest()  # noqa: E731
+    layer = gzip.compress(raw.getvalue())
+    arch = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
+    config = json.dumps({"os": "linux", "architecture": arch, "rootfs": {"type": "layers", "diff_ids": [digest(raw.getvalue())]},
+                         "config": {"Env": ["PATH=/bin", "WHO=image"], "Cmd": ["sh"], "Labels": {"a": "b"}}}).encode()
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    manifest = json.dumps({"schemaVersion": 2, "mediaType": kind, "layers": [
+        {"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip", "digest": digest(layer), "size": len(layer)}],
+        "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digest(config), "size": len(config)}}).encode()
+    answers = {"/v2/": b"{}", "/v2/py/app/manifests/v1": manifest, "/v2/py/app/blobs/" + digest(layer): layer, "/v2/py/app/blobs/" + digest(config): config}
+
+    class Registry(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = answers.get(self.path)
+            self.send_response(404 if body is None else 200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body or b"")))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *_):
+            pass
+
+    registry = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    threading.Thread(target=registry.serve_forever, daemon=True).start()
+    try:
+        ref = f"127.0.0.1:{registry.server_address[1]}/py/app:v1"
+        with pytest.raises(NotFound):
+            client.images.get(ref)
+        image = client.images.pull(ref)
+        assert image.digest == digest(manifest) and image.cmd == ["sh"] and image.labels == {"a": "b"} and len(image.layers) == 1
+        assert client.images.get(ref) == image and [i.ref for i in client.images.list(ref)] == [ref]
+        with client.run_container(image=ref) as sb:
+            assert sb.exec("sh", "-c", "echo $WHO").stdout == b"image\n"
+        with pytest.raises(NotFound):
+            client.images.pull(ref.replace("v1", "v2"))
+        with pytest.raises(Invalid):
+            client.run_container(image=ref, environment="x").__enter__()
+        client.images.login("registry.example", "u", "secret")
+        client.images.logout("registry.example")
+        client.images.remove(ref)
+    finally:
+        registry.shutdown()
+        registry.server_close()
+
+
 def test_octets(sb):
     r = sb.exec("printf", "%s|", "a b", b"\xff\xfe", "ä", "")
     assert r.check().stdout == b"a b|\xff\xfe|\xc3\xa4||"

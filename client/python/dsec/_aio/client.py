@@ -10,6 +10,7 @@ from .. import _config, _connect
 from .. import _ops as ops
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
+from .images import AsyncImages
 from .jobs import AsyncJob
 from .layers import AsyncEnvironments, AsyncKeys, AsyncLayers
 from .log import read_log
@@ -45,6 +46,7 @@ class AsyncClient:
         self.layers = AsyncLayers(self._t)
         self.environments = AsyncEnvironments(self._t)
         self.keys = AsyncKeys(self._t)
+        self.images = AsyncImages(self._t)
 
     async def close(self) -> None:
         """Waits for what is still being stopped after a cancellation, then closes the kept connections."""

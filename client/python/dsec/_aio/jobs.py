@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING, Optional, Type
+from typing import TYPE_CHECKING, AsyncIterator, Dict, Mapping, Optional, Type
 
 from .. import _ops as ops
 from .._octets import Fields, JSON
 from ..errors import DsecError
 from ..model import JobInfo, SelectorResult
+from .log import export, fast_forward
 from .sandbox import AsyncBatch, AsyncSandbox
 from .pending import Pending
 from .transport import Transport
@@ -75,8 +76,24 @@ class AsyncJob:
         return SelectorResult.of(await self._call("Pause", level=level))
 
     async def resume(self) -> SelectorResult:
-        """Wakes its sandboxes."""
-        return SelectorResult.of(await self._call("Resume"))
+        """Takes the job up again, as after the death of the process that drove it: wakes its sandboxes and learns their recorded steps, so
+        that commands with a step key that were done are answered at once, what runs is joined, and the rest goes on."""
+        woken = SelectorResult.of(await self._call("Resume"))
+        await self.fast_forward()
+        return woken
+
+    async def fast_forward(self, timeout: Optional[float] = None) -> int:
+        """Learns the recorded steps of all its trajectories; answers how many."""
+        return await fast_forward(self._t, self.name, timeout)
+
+    def export(
+        self, *, rows: str = "steps", labels: Optional[Mapping[str, str]] = None, reward: str = "", ended: bool = False, output_limit: int = 0,
+        timeout: Optional[float] = None,
+    ) -> AsyncIterator[Dict[str, object]]:
+        """Its trajectories as rows (docs/format/export.md), one a step or with `rows="trajectories"` one a trajectory, as they come.
+        `reward` is a condition such as ">0", "none" or "any"; `output_limit` octets of each stream are in a row (0: 64 KiB, -1: none)."""
+        which = ops.without_empty({"job": self.name, "labels": dict(labels or {}), "reward": reward, "ended": ended})
+        return export(self._t, {"filter": which, "rows": rows, "output_limit": output_limit}, timeout)
 
     async def stop(self) -> SelectorResult:
         """Ends its sandboxes; the lease goes on being renewed until `detach` or `close`."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, AsyncIterator, Iterator, List, Optional, Sequence, Type, Union
+from typing import TYPE_CHECKING, AsyncIterator, Iterator, List, Mapping, Optional, Sequence, Type, Union
 
 from .. import _ops as ops
 from .._octets import JSON, Octets
 from ..errors import DsecError
-from ..model import CommandInfo, ItemError, LogRecord, Result, SandboxInfo, SessionInfo, Snapshot, Stats
+from ..model import CommandInfo, ItemError, LogRecord, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
 from .commands import AsyncProcess, AsyncSession
 from .files import AsyncFiles
 from .log import read_log
@@ -48,7 +48,8 @@ class AsyncSandbox:
     async def exec(self, *argv: Argument, **options: Unpack[CommandOptions]) -> Result:
         """Runs a command and waits for its end: `exec("ls", "-l")` or `exec(["ls", "-l"])`. Options: see `CommandOptions`. How it ended is
         in the result; errors are the platform's alone. When the waiting is interrupted, the command goes on."""
-        return await self._t.run(ops.execute(ops.start_body(self.id, argv=ops.argv_of(argv), **options)))
+        body = ops.start_body(self.id, argv=ops.argv_of(argv), **options)
+        return self._t.recorded.result(body) or await self._t.run(ops.execute(body))
 
     async def sh(self, text: Octets, **options: Unpack[CommandOptions]) -> Result:
         """Runs `/bin/sh -c text`. For state that stays between commands see `session`."""
@@ -114,6 +115,11 @@ class AsyncSandbox:
     async def stats(self) -> Stats:
         """What it uses now."""
         return Stats.of(await self._t.run(ops.call("SandboxService/Stats", {"id": self.id})))
+
+    async def verdict(self, reward: Optional[float] = None, metadata: Optional[Mapping[str, object]] = None, *, key: str = "") -> Verdict:
+        """Attaches a reward and free metadata (what JSON can hold) to its trajectory, before or after its end. The same again changes
+        nothing; another under the same key raises Exists, and under a new key it replaces the one before."""
+        return Verdict.of((await self._t.run(ops.call("LogService/SetVerdict", ops.verdict_body(self.id, reward, metadata, key)))).sub("verdict"))
 
     def log(self, *, from_seq: int = 1, follow: bool = False, output: bool = True, timeout: Optional[float] = None) -> AsyncIterator[LogRecord]:
         """Its trajectory; see `Client.log`."""

@@ -16,6 +16,7 @@ from .._config import Config
 from .._net import CONNECT_TIME, IDLE_TIME, MAX_IDLE, READ, STREAM_TIME, keep_alive
 from .._octets import JSON, Fields
 from .._ops import Attempts, Call, Op, Sleep
+from .._recorded import Recorded
 from ..errors import DeadlineExceeded, DsecError, Unavailable, unsent
 
 T = TypeVar("T")
@@ -167,6 +168,7 @@ class Transport:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.recorded = Recorded()
         self._idle: List[Connection] = []
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._pid = os.getpid()

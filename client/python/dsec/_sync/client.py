@@ -10,6 +10,7 @@ from .. import _config, _connect
 from .. import _ops as ops
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
+from .images import Images
 from .jobs import Job
 from .layers import Environments, Keys, Layers
 from .log import read_log
@@ -44,6 +45,7 @@ class Client:
         self.layers = Layers(self._t)
         self.environments = Environments(self._t)
         self.keys = Keys(self._t)
+        self.images = Images(self._t)
 
     def close(self) -> None:
         """Closes the kept connections."""

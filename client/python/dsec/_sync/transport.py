@@ -19,6 +19,7 @@ from .._config import Config
 from .._net import CONNECT_TIME, IDLE_TIME, MAX_IDLE, READ, STREAM_TIME, keep_alive
 from .._octets import JSON, Fields
 from .._ops import Attempts, Call, Op, Sleep
+from .._recorded import Recorded
 from ..errors import DeadlineExceeded, Unavailable, unsent
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class Transport:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.recorded = Recorded()
         self._lock = threading.Lock()
         self._idle: List[Connection] = []
         self._pid = os.getpid()
