@@ -111,6 +111,8 @@ type Client struct {
 	dial    func(ctx context.Context) (net.Conn, error)
 	tls     bool
 
+	recorded recorded // steps that were done before
+
 	Info         dsecv1connect.InfoServiceClient
 	Sandboxes    dsecv1connect.SandboxServiceClient
 	Commands     dsecv1connect.CommandServiceClient

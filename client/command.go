@@ -14,7 +14,7 @@ import (
 // Cmd is a command to run. Argv, or Text in a session (see [Session]).
 type Cmd struct {
 	Argv      []string
-	ID        string // step key: the same ID never runs twice
+	ID        string // step key: the same ID never runs twice; after [Job.Resume] its recorded result is answered at once
 	Env       map[string]string
 	Secret    []string // names in Env that the log must not hold
 	Cwd       string
@@ -75,6 +75,9 @@ func (s *Sandbox) Run(ctx context.Context, cmd Cmd) (*Result, error) {
 }
 
 func (s *Sandbox) run(ctx context.Context, q *dsecv1.StartRequest) (*Result, error) {
+	if r := s.c.recorded.answer(q); r != nil {
+		return r, nil
+	}
 	q.WaitMs, q.OutputLimit = waitFor(ctx), 16<<20
 	r, err := call(ctx, s.c, s.c.Commands.Start, q)
 	if err != nil {

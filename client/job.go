@@ -57,14 +57,26 @@ func (j *Job) Pause(ctx context.Context) (*dsecv1.SelectorResult, error) {
 	return call(ctx, j.c, j.c.JobService.Pause, &dsecv1.PauseJobRequest{Name: j.Name})
 }
 
-// Resume wakes all sandboxes of the job.
+// Resume takes the job up again, as after the death of the process that drove it: it wakes all sandboxes and learns the recorded steps
+// ([Client.FastForward]), so that commands that were done are answered at once, what runs is joined, and the rest goes on.
 func (j *Job) Resume(ctx context.Context) (*dsecv1.SelectorResult, error) {
-	return call(ctx, j.c, j.c.JobService.Resume, &dsecv1.ResumeJobRequest{Name: j.Name})
+	r, err := call(ctx, j.c, j.c.JobService.Resume, &dsecv1.ResumeJobRequest{Name: j.Name})
+	if err != nil {
+		return nil, err
+	}
+	_, err = j.c.FastForward(ctx, j.Name)
+	return r, err
 }
 
 // Stop ends all sandboxes of the job.
 func (j *Job) Stop(ctx context.Context) (*dsecv1.SelectorResult, error) {
 	return call(ctx, j.c, j.c.JobService.Stop, &dsecv1.StopJobRequest{Name: j.Name})
+}
+
+// RunContainer is [Client.RunContainer] in this job.
+func (j *Job) RunContainer(ctx context.Context, o Options) (*Sandbox, error) {
+	o.Job = j.Name
+	return j.c.RunContainer(ctx, o)
 }
 
 // Detach stops renewing and leaves the sandboxes to the lease.
