@@ -20,8 +20,9 @@ type handle struct {
 	Version int               `json:"version"`
 	Slot    int               `json:"slot"`
 	Upper   string            `json:"upper"`
-	Limit   int64             `json:"limit"`   // of the upper, octets
-	Mapping string            `json:"mapping"` // "idmap" or "shifted": whose ids the upper holds on disk
+	Limit   int64             `json:"limit"`          // of the upper, octets
+	Mapping string            `json:"mapping"`        // "idmap" or "shifted": whose ids the upper holds on disk
+	Note    string            `json:"note,omitempty"` // what of the upper is otherwise than asked
 	Ifindex int               `json:"ifindex,omitempty"`
 	Laid    map[string]string `json:"laid,omitempty"` // file that was laid at birth -> sha256
 }
@@ -96,7 +97,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	if err != nil {
 		return err
 	}
-	x.upper, x.limit = u.Dir, u.Limit
+	x.upper, x.limit, x.note = u.Dir, u.Limit, u.Note
 
 	if err := b.mounts.acquire(ctx, c, b.layers, x.spec.Layers); err != nil {
 		return err
@@ -137,7 +138,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 		sums = laidFiles(u.Dir)
 	}
 	x.handle, err = json.Marshal(handle{
-		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: sums,
+		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Note: u.Note, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: sums,
 	})
 	if err != nil {
 		return err

@@ -224,8 +224,13 @@ func TestEveryPool(t *testing.T) {
 			}
 			e := containertest.New(t, containertest.Options{Driver: driver})
 			before := e.Left(t)
-			s := spec(e)
+			s := spec(e, func(s *sandbox.Spec) { s.Resources.Disk = 40 << 20 })
 			_, x, k := create(t, e, s)
+			// Less disk than was asked for is told; only memory as disk gives less, of these.
+			note := x.(interface{ Notes() map[string]string }).Notes()["disk"]
+			if short := driver == upper.DriverTmpfs && s.Resources.Disk > s.Resources.Memory/2; (note != "") != short {
+				t.Errorf("disk %d, memory %d: the note is %q", s.Resources.Disk, s.Resources.Memory, note)
+			}
 			o, out := run(t, s, x, k, "c", "id -u alice; echo a >/home/alice/f; chown alice /home/alice/f; rm /srv/base/removed; dd if=/dev/zero of=/srv/x bs=1M count=64 2>/dev/null; ls -l /home/alice/f | cut -d' ' -f1")
 			if o.Kind != sandbox.Exited || out != "1000\n-rw-r--r--\n" || !o.DiskHit {
 				t.Errorf("%+v, %q", o, out)

@@ -37,6 +37,7 @@ type instance struct {
 	slot    int
 	upper   string // folder
 	limit   int64  // of the upper, octets
+	note    string // what of the upper is otherwise than asked
 	ifindex int    // of the host's side of its veth; 0 none
 	handle  []byte
 	undo    teardown
@@ -54,6 +55,14 @@ type instance struct {
 var _ sandbox.Instance = (*instance)(nil)
 
 var totalCause = sandbox.Cause{Class: sandbox.ClassLimit, Reason: "total"}
+
+// Notes are what the sandbox has otherwise than asked, for its client.
+func (x *instance) Notes() map[string]string {
+	if x.note == "" {
+		return nil
+	}
+	return map[string]string{"disk": x.note}
+}
 
 func (x *instance) setState(s instanceState) {
 	x.mu.Lock()

@@ -30,7 +30,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 		return nil, fmt.Errorf("recover %s: %w", id, err)
 	}
 	x := &instance{
-		b: b, id: id, spec: spec, sink: sink, slot: h.Slot, upper: h.Upper, limit: h.Limit, ifindex: h.Ifindex, handle: bytes.Clone(text), state: living,
+		b: b, id: id, spec: spec, sink: sink, slot: h.Slot, upper: h.Upper, limit: h.Limit, note: h.Note, ifindex: h.Ifindex, handle: bytes.Clone(text), state: living,
 		frozen: alive.Frozen,
 	}
 	if ok && b.slots.uid(h.Slot) != alive.Birth.UIDBase {
