@@ -127,7 +127,7 @@ func tarEntry(t *tar.Writer, p, name string, links map[[2]uint64]string) error {
 			return err
 		}
 	case info.Mode()&fs.ModeSocket != 0:
-		fmt.Fprintf(os.Stderr, "dsec: skipped %s: a socket\n", p)
+		say("skipped %s: a socket", p)
 		return nil
 	}
 	h, err := tar.FileInfoHeader(info, target)
@@ -218,7 +218,7 @@ func downTree(ctx context.Context, f *client.Files, from, to string) error {
 	err = untar(root, newMeter(r, -1))
 	r.CloseWithError(err)
 	for _, s := range skipped {
-		fmt.Fprintln(os.Stderr, "dsec: skipped", s)
+		say("skipped %s", s)
 	}
 	return err
 }
@@ -282,6 +282,6 @@ func untarEntry(root *os.Root, t *tar.Reader, name string, h *tar.Header) error 
 	case tar.TypeLink:
 		return root.Link(filepath.FromSlash(path.Clean(h.Linkname)), name)
 	}
-	fmt.Fprintf(os.Stderr, "dsec: skipped %s: a device or FIFO\n", h.Name)
+	say("skipped %s: a device or FIFO", h.Name)
 	return nil
 }

@@ -42,10 +42,18 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	}
 	table(os.Stdout, []string{"FEATURE", "OK", "DETAIL"}, rows)
 	if bad > 0 {
-		fmt.Fprintf(os.Stderr, "dsec: %d things that a host needs are missing (NO above)\n", bad)
+		fmt.Printf("\nthis host can run container sandboxes: no, %s that a host needs (NO above)\n", missing(bad))
 		return exitCode(1)
 	}
+	fmt.Printf("\nthis host can run container sandboxes: yes\n")
 	return nil
+}
+
+func missing(n int) string {
+	if n == 1 {
+		return "1 thing is missing"
+	}
+	return fmt.Sprintf("%d things are missing", n)
 }
 
 func printFleet(f *placement.Fleet) {

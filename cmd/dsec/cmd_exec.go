@@ -159,7 +159,7 @@ func (f *processFlags) exec(ctx context.Context, c *cli, sb *client.Sandbox, cmd
 func finish(o *dsecv1.Outcome) error {
 	switch o.Kind {
 	case "start_failed", "session_ended", "interrupted", "unknown":
-		fmt.Fprintf(os.Stderr, "dsec: %s: %s\n", o.Kind, o.Error)
+		say("%s: %s", o.Kind, o.Error)
 	case "timed_out":
 		fmt.Fprintln(os.Stderr, "dsec: timed out; all of its processes were killed")
 	case "out_of_memory":
@@ -254,7 +254,7 @@ func terminal(ctx context.Context, sb *client.Sandbox, cmd client.Cmd) error {
 	}
 	if code := (&client.Result{Outcome: o}).Code(); code != 0 {
 		if o.Error != "" {
-			fmt.Fprintf(os.Stderr, "\r\ndsec: %s\r\n", o.Error)
+			fmt.Fprintf(os.Stderr, "\r\ndsec: %s\r\n", plain(o.Error))
 		}
 		return exitCode(code)
 	}

@@ -194,8 +194,9 @@ func (x *layerRollbackCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return client.Wrap(err)
 	}
-	fmt.Printf("%s is now %s@%d; environments keep what they were published with\n", x.Name, x.Name, r.Msg.Name.Current)
-	return nil
+	return c.emit(r.Msg.Name, func() {
+		fmt.Printf("%s is now %s@%d; environments keep what they were published with\n", x.Name, x.Name, r.Msg.Name.Current)
+	})
 }
 
 type layerRemoveCmd struct {
@@ -319,8 +320,7 @@ func (x *envRollbackCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return client.Wrap(err)
 	}
-	fmt.Printf("%s is now %s@%d\n", x.Name, x.Name, r.Msg.Environment.Version)
-	return nil
+	return c.emit(r.Msg.Environment, func() { fmt.Printf("%s is now %s@%d\n", x.Name, x.Name, r.Msg.Environment.Version) })
 }
 
 type envRemoveCmd struct {

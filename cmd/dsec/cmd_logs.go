@@ -79,7 +79,7 @@ func printRecord(r *dsecv1.LogRecord) error {
 		_, err := fmt.Printf("%s %s\n", head, verdictText(r.Verdict))
 		return err
 	case "end":
-		_, err := fmt.Printf("%s %s %s\n", head, r.Step, outcomeText(r.Outcome))
+		_, err := fmt.Printf("%s %s %s\n", head, r.Step, plain(outcomeText(r.Outcome)))
 		return err
 	}
 	detail := r.State
@@ -93,7 +93,7 @@ func printRecord(r *dsecv1.LogRecord) error {
 	default:
 		detail += " " + requestText(r.RequestJson)
 	}
-	_, err := fmt.Fprintln(os.Stdout, strings.TrimRight(head+" "+strings.TrimSpace(r.Step+" "+detail), " "))
+	_, err := fmt.Fprintln(os.Stdout, strings.TrimRight(head+" "+plain(strings.TrimSpace(r.Step+" "+detail)), " "))
 	return err
 }
 

@@ -100,7 +100,7 @@ func datas(list []*client.Sandbox) (out []*dsecv1.Sandbox) {
 
 func itemErrors(list []*dsecv1.ItemError) error {
 	for _, e := range list {
-		fmt.Fprintf(os.Stderr, "dsec: %s%s\n", prefix(e.Id), e.Message)
+		say("%s%s", prefix(e.Id), e.Message)
 	}
 	if len(list) > 0 {
 		return exitCode(1)
@@ -333,6 +333,18 @@ func (x *topCmd) Run(ctx context.Context, c *cli) error {
 		if err != nil {
 			return err
 		}
+		if c.Output == "json" {
+			if err := topJSON(ctx, list); err != nil {
+				return err
+			}
+			if x.Once {
+				return nil
+			}
+			if !pause(ctx, topEvery) {
+				return nil
+			}
+			continue
+		}
 		var rows [][]string
 		for _, s := range list {
 			st, err := s.Stats(ctx)
@@ -342,17 +354,49 @@ func (x *topCmd) Run(ctx context.Context, c *cli) error {
 			rows = append(rows, []string{s.ID, s.Data.State, (time.Duration(st.CpuUs) * time.Microsecond).Round(10 * time.Millisecond).String(),
 				octetText(st.Memory), octetText(st.MemoryPeak), fmt.Sprint(st.Pids), octetText(st.Disk), fmt.Sprint(st.OomKills)})
 		}
-		if !x.Once {
+		if !x.Once && isTerminal(os.Stdout) {
 			fmt.Print("\x1b[H\x1b[2J")
 		}
 		table(os.Stdout, []string{"ID", "STATE", "CPU", "MEMORY", "PEAK", "PIDS", "DISK", "OOM"}, rows)
 		if x.Once {
 			return nil
 		}
-		select {
-		case <-ctx.Done():
+		if !pause(ctx, topEvery) {
 			return nil
-		case <-time.After(2 * time.Second):
 		}
 	}
+}
+
+const topEvery = 2 * time.Second
+
+// pause reports false when ctx ended first.
+func pause(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// topJSON writes one look as one line: a list of sandboxes with their figures.
+func topJSON(ctx context.Context, list []*client.Sandbox) error {
+	type usage struct {
+		ID    string          `json:"id"`
+		State string          `json:"state"`
+		Stats json.RawMessage `json:"stats"`
+	}
+	out := []usage{}
+	for _, s := range list {
+		st, err := s.Stats(ctx)
+		if err != nil {
+			continue // it ended meanwhile
+		}
+		b, err := marshal(st, true)
+		if err != nil {
+			return err
+		}
+		out = append(out, usage{s.ID, s.Data.State, b})
+	}
+	return json.NewEncoder(os.Stdout).Encode(out)
 }

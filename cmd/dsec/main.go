@@ -79,7 +79,7 @@ func main() {
 	parsed, err := k.Parse(words)
 	if err != nil {
 		// Standard output is for what was asked for, and codes below 125 are those of commands inside.
-		fmt.Fprintf(os.Stderr, "dsec: %v (see `%s --help`)\n", err, commandOf(err))
+		say("%v (see `%s --help`)", err, commandOf(err))
 		os.Exit(125)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -92,7 +92,7 @@ func main() {
 	case errors.As(err, &code):
 		os.Exit(int(code))
 	default:
-		fmt.Fprintln(os.Stderr, "dsec:", explain(err))
+		fmt.Fprintln(os.Stderr, "dsec:", lines(explain(err)))
 		os.Exit(125)
 	}
 }

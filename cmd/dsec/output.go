@@ -11,6 +11,8 @@ import (
 	"text/tabwriter"
 	"time"
 	"unicode"
+	"unicode/utf16"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
@@ -54,8 +56,25 @@ func (c *cli) show(m proto.Message) error {
 	if err := json.Indent(&out, b, "", "  "); err != nil {
 		return err
 	}
-	fmt.Println(out.String())
+	fmt.Println(printable(out.String()))
 	return nil
+}
+
+// printable gives JSON for people: the same value, with the characters as escapes that a terminal would act on.
+func printable(s string) string {
+	var b strings.Builder
+	for _, r := range s {
+		switch {
+		case r == '\n' || unicode.IsPrint(r):
+			b.WriteRune(r)
+		case r > 0xffff:
+			hi, lo := utf16.EncodeRune(r)
+			fmt.Fprintf(&b, "\\u%04x\\u%04x", hi, lo)
+		default:
+			fmt.Fprintf(&b, "\\u%04x", r)
+		}
+	}
+	return b.String()
 }
 
 func emitList[M proto.Message](c *cli, list []M, text func()) error {
@@ -74,27 +93,59 @@ func emitList[M proto.Message](c *cli, list []M, text func()) error {
 	return json.NewEncoder(os.Stdout).Encode(raw)
 }
 
-// table writes aligned columns.
+// table writes aligned columns. What a client or a sandbox named is quoted where it would break the columns or steer the terminal.
 func table(w io.Writer, head []string, rows [][]string) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, strings.Join(head, "\t"))
 	for _, r := range rows {
-		fmt.Fprintln(t, strings.Join(r, "\t"))
+		cells := make([]string, len(r))
+		for i, c := range r {
+			cells[i] = cell(c)
+		}
+		fmt.Fprintln(t, strings.Join(cells, "\t"))
 	}
 	t.Flush()
 }
 
-// plain shows control characters as escapes, so that what a sandbox wrote can't steer the terminal that shows it.
+// cell quotes what holds anything but printable characters, so that every text shows as itself and on one line.
+func cell(s string) string {
+	for _, r := range s {
+		if !unicode.IsPrint(r) || r == utf8.RuneError {
+			return strconv.Quote(s)
+		}
+	}
+	return s
+}
+
+// plain shows what is not printable as escapes, so that what a sandbox wrote can't steer the terminal that shows it: control
+// characters, those that change the direction of text, and octets that are no text.
 func plain(s string) string {
 	var b strings.Builder
-	for _, r := range s {
-		if r != '\t' && unicode.IsControl(r) {
-			fmt.Fprintf(&b, "\\x%02x", r)
-			continue
+	for i := 0; i < len(s); {
+		r, n := utf8.DecodeRuneInString(s[i:])
+		if r == '\t' || r != utf8.RuneError && unicode.IsPrint(r) {
+			b.WriteString(s[i : i+n])
+		} else {
+			q := strconv.Quote(s[i : i+n])
+			b.WriteString(q[1 : len(q)-1])
 		}
-		b.WriteRune(r)
+		i += n
 	}
 	return b.String()
+}
+
+// lines is plain that keeps the ends of lines, for errors.
+func lines(s string) string {
+	all := strings.Split(s, "\n")
+	for i := range all {
+		all[i] = plain(all[i])
+	}
+	return strings.Join(all, "\n")
+}
+
+// say writes a message for people to standard error, with nothing in it that steers a terminal.
+func say(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, "dsec: %s\n", plain(fmt.Sprintf(format, args...)))
 }
 
 func plural(n int, one string) string {

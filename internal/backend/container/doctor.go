@@ -43,6 +43,7 @@ type doctor struct {
 func Doctor(ctx context.Context, stateDir string) []Check {
 	d := &doctor{ctx: ctx, userns: -1}
 	d.root()
+	defer removeMade(stateDir)()
 	if err := os.MkdirAll(stateDir, 0o700); err == nil {
 		d.dir, err = os.MkdirTemp(stateDir, "doctor-")
 		if err == nil {
@@ -69,6 +70,24 @@ func Doctor(ctx context.Context, stateDir string) []Check {
 	d.limits()
 	d.tools()
 	return d.checks
+}
+
+// removeMade removes again what of a path is not there yet, once it is made and as far as it is empty.
+func removeMade(path string) func() {
+	var made []string
+	for p := filepath.Clean(path); ; p = filepath.Dir(p) {
+		if _, err := os.Lstat(p); err == nil || p == filepath.Dir(p) {
+			break
+		}
+		made = append(made, p)
+	}
+	return func() {
+		for _, p := range made {
+			if os.Remove(p) != nil { // somebody uses it by now
+				return
+			}
+		}
+	}
 }
 
 func (d *doctor) add(c Check) {
@@ -222,7 +241,7 @@ func (d *doctor) overlay() {
 			unix.Close(fd)
 		}
 	}
-	d.tried("overlay lowers by descriptor", false, err, "yes", "kernel 6.13; until then lowers go by path")
+	d.tried("overlay lowers by descriptor", false, err, "mounted one", "kernel 6.13; until then lowers go by path")
 }
 
 func (d *doctor) idmap() {
@@ -234,14 +253,14 @@ func (d *doctor) idmap() {
 		err = unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(d.userns)})
 		unix.Close(tree)
 	}
-	d.tried("id-mapped mounts of the state folder", false, err, "yes", "use ext4, xfs or btrfs on a kernel from 5.19 on; else owners are shifted on disk and mapped at capture")
+	d.tried("id-mapped mounts of the state folder", false, err, "mapped one", "use ext4, xfs or btrfs on a kernel from 5.19 on; else owners are shifted on disk and mapped at capture")
 	fd, err := detachedMount("erofs", mountOption{key: "source", value: filepath.Join(d.dir, "layer.erofs")}, mountOption{key: "ro"})
 	if err != nil {
 		return // told already, or through a loop device, which the keeper tries
 	}
 	defer unix.Close(fd)
 	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(d.userns)})
-	d.tried("id-mapped layers", true, err, "yes", "kernel 5.19 or later")
+	d.tried("id-mapped layers", true, err, "mapped a mount of EROFS", "kernel 5.19 or later")
 }
 
 func (d *doctor) cgroups() {
@@ -299,7 +318,7 @@ func (d *doctor) cgroups() {
 			}
 		}
 	}
-	d.tried("kill and freeze of whole groups", true, err, "yes", "kernel 5.14 or later, and a cgroup2 mount that can be written")
+	d.tried("kill and freeze of whole groups", true, err, "the group has cgroup.kill and cgroup.freeze", "kernel 5.14 or later, and a cgroup2 mount that can be written")
 	detail := "off: the first process in a new group waits for up to 8 ms"
 	if dynmods {
 		detail = "on"
@@ -314,7 +333,7 @@ func (d *doctor) confinement() {
 	if e != 0 {
 		err = e
 	}
-	d.tried("seccomp with listeners", true, err, "yes", "a kernel with CONFIG_SECCOMP_FILTER, from 5.0 on")
+	d.tried("seccomp with listeners", true, err, "the kernel knows SECCOMP_RET_USER_NOTIF", "a kernel with CONFIG_SECCOMP_FILTER, from 5.0 on")
 	abi, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
 	c := Check{Feature: "landlock", OK: e == 0, Detail: "ABI " + strconv.Itoa(int(abi)), Fix: "boot with landlock in lsm="}
 	if e != 0 {
@@ -322,14 +341,14 @@ func (d *doctor) confinement() {
 	}
 	d.add(c)
 	_, err = os.Stat("/sys/kernel/security/apparmor")
-	d.add(Check{Feature: "apparmor", OK: err == nil, Detail: yesNo(err == nil), Fix: "optional: a distribution's kernel with AppArmor"})
+	d.add(Check{Feature: "apparmor", OK: err == nil, Detail: seen(err == nil, "its files are there", "no files of it below /sys/kernel/security"), Fix: "optional: a distribution's kernel with AppArmor"})
 }
 
-func yesNo(b bool) string {
-	if b {
-		return "yes"
+func seen(is bool, yes, no string) string {
+	if is {
+		return yes
 	}
-	return "no"
+	return no
 }
 
 func (d *doctor) network() {
@@ -337,7 +356,7 @@ func (d *doctor) network() {
 	if err == nil {
 		unix.Close(ns)
 	}
-	d.tried("network namespaces", true, err, "yes", "set user.max_net_namespaces above 0")
+	d.tried("network namespaces", true, err, "made one", "set user.max_net_namespaces above 0")
 	p := probeNetwork()
 	c := Check{Feature: "network open", OK: p.reason == "", Detail: "routed veth and NAT by nf_tables", Fix: p.fix}
 	if p.reason != "" {
@@ -456,5 +475,5 @@ func (d *doctor) tools() {
 	if err == nil {
 		f.Close()
 	}
-	d.add(Check{Feature: "kvm", OK: err == nil, Detail: yesNo(err == nil) + " (of no use to containers)", Fix: "for virtual machines only"})
+	d.add(Check{Feature: "kvm", OK: err == nil, Detail: seen(err == nil, "device present, not probed", "no device that can be opened") + " (of no use to containers)", Fix: "for virtual machines only"})
 }
