@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# run.sh create|exec|idle [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
+# run.sh create|exec|idle|trajectory [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-} n=${2:-}
 case "$what" in
   create) scripts/deps.sh crun:crun runc:runc containerd:containerd ctr:containerd; args=() ;;
   exec) args=() ;;
+  trajectory) args=(${n:+-steps "$n"}) ;;
   idle) args=(${n:+"$n"}) ;;
-  *) echo "usage: make bench B=create|exec|idle [N=1000]" >&2; exit 2 ;;
+  *) echo "usage: make bench B=create|exec|idle|trajectory [N=1000]" >&2; exit 2 ;;
 esac
 [ -x "${DSEC:-bin/dsec}" ] || { echo "bench: ${DSEC:-bin/dsec} is missing; make build" >&2; exit 1; }
 CGO_ENABLED=0 ${GO:-go} build -o "bin/bench-$what" "./bench/$what"

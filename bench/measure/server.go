@@ -287,3 +287,9 @@ func tail(s string) string {
 	}
 	return s
 }
+
+// URL is the server's address.
+func (s *Server) URL() string { return "unix:" + s.path("run/dsec.sock") }
+
+// KeyFile holds the first key.
+func (s *Server) KeyFile() string { return s.path("run/key") }

@@ -1,0 +1,5 @@
+//go:build dsec_nolog
+
+package trajectory
+
+const off = true
