@@ -128,6 +128,9 @@ type Options struct {
 	// Unshift maps the ids found back to those of the tree, where the upper's are shifted.
 	Unshift *IDMap
 	Limits  Limits
+	// Arch is what the programs in it are said to be for, as an image's config does; empty takes what most of them are for. A layer
+	// without programs is for any machine all the same.
+	Arch string
 	// Source is kept in the descriptor.
 	Source string
 	// Form is the stored form; empty is the usual one.

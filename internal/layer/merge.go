@@ -37,6 +37,25 @@ func (c *Catalogue) merge(ctx context.Context, ids []ID, keep bool) (Descriptor,
 	return d, nil
 }
 
+// archOf is the machine that all of the layers are for, or that have programs; empty when they differ.
+func (c *Catalogue) archOf(ctx context.Context, ids []ID) (string, error) {
+	arch := ""
+	for _, id := range ids {
+		d, err := c.Descriptor(ctx, id)
+		if err != nil {
+			return "", err
+		}
+		switch {
+		case d.Arch == AnyArch || d.Arch == arch:
+		case arch == "":
+			arch = d.Arch
+		default:
+			return "", nil
+		}
+	}
+	return arch, nil
+}
+
 func (c *Catalogue) mergeLayers(ctx context.Context, ids []ID, keep bool) (Descriptor, error) {
 	list, err := c.sources(ctx, ids)
 	defer func() {
@@ -55,7 +74,11 @@ func (c *Catalogue) mergeLayers(ctx context.Context, ids []ID, keep bool) (Descr
 	for _, s := range list {
 		hot = append(hot, storedHot(s.root, s.hot)...)
 	}
-	opt := Options{Limits: noLimits, Source: fmt.Sprintf("%d layers as one", len(ids))}
+	arch, err := c.archOf(ctx, ids)
+	if err != nil {
+		return Descriptor{}, err
+	}
+	opt := Options{Limits: noLimits, Arch: arch, Source: fmt.Sprintf("%d layers as one", len(ids))}
 	draft, err := c.newDraft(ctx, "")
 	if err != nil {
 		return Descriptor{}, err

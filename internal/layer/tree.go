@@ -153,6 +153,9 @@ var machines = map[elf.Machine]string{
 
 // architecture is that of most of the layer's programs: a tool kit may carry a few files for other machines, as test data.
 func (t *tree) architecture() string {
+	if t.opt.Arch != "" && len(t.arch) > 0 {
+		return t.opt.Arch
+	}
 	best, n := AnyArch, 0
 	for m, k := range t.arch {
 		name, ok := machines[m]

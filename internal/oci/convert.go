@@ -48,6 +48,7 @@ type blobOf struct {
 	diffID string // of the tar
 	// again is set on a layer of ours that is read as a tar again: its octets are not those that diffID is of.
 	again bool
+	arch  string // of its programs, as the config says
 	open  func(ctx context.Context) (io.ReadCloser, error)
 }
 
@@ -117,7 +118,7 @@ func (im *Images) convert(ctx context.Context, project string, t blobOf, fix map
 		}
 		in = io.MultiReader(bytes.NewReader(head), in)
 	}
-	d, err := im.layers.ImportTar(ctx, project, in, layer.Options{Source: "oci " + t.diffID, Limits: im.cfg.Limits})
+	d, err := im.layers.ImportTar(ctx, project, in, layer.Options{Source: "oci " + t.diffID, Limits: im.cfg.Limits, Arch: t.arch})
 	if err != nil {
 		if held.err != nil && held.err != io.EOF {
 			err = held.err // what the registry did wrong, not how it looked as a tar

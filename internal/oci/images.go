@@ -98,14 +98,25 @@ func New(cfg Config, d Deps) *Images {
 		pulls: map[string]*flight[*Image]{}, layersF: map[string]*flight[*record]{}}
 }
 
-// Run lets pulls go on when their caller leaves, as a create does at its deadline, until ctx ends; then it ends them.
+// Run lets pulls go on when their caller leaves, as a create does at its deadline, until ctx ends; then it ends them. It sweeps now and
+// then.
 func (im *Images) Run(ctx context.Context) error {
 	im.mu.Lock()
 	im.base = ctx
 	im.mu.Unlock()
-	<-ctx.Done()
-	im.work.Wait()
-	return nil
+	tick := time.NewTicker(sweepEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			im.work.Wait()
+			return nil
+		case <-tick.C:
+			if _, err := im.Sweep(ctx, sweepAge); err != nil && ctx.Err() == nil {
+				im.log.Error("sweep images", "err", err)
+			}
+		}
+	}
 }
 
 // flight is one piece of work that several may wait for.
@@ -256,7 +267,7 @@ func (im *Images) pull(ctx context.Context, project string, r Ref, p Pull) (*Ima
 	}
 	var list []blobOf
 	for i, l := range c.layers {
-		list = append(list, blobOf{digest: l.Digest, diffID: c.config.RootFS.DiffIDs[i], open: func(ctx context.Context) (io.ReadCloser, error) { return src.blob(ctx, l.Digest, l.Size) }})
+		list = append(list, blobOf{digest: l.Digest, arch: c.config.Architecture, diffID: c.config.RootFS.DiffIDs[i], open: func(ctx context.Context) (io.ReadCloser, error) { return src.blob(ctx, l.Digest, l.Size) }})
 	}
 	tell := p.Progress
 	if tell == nil {

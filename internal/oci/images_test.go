@@ -27,6 +27,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
 )
 
 func TestParseRef(t *testing.T) {
@@ -782,5 +783,71 @@ func TestHoldZeros(t *testing.T) {
 				t.Errorf("%d octets by %d, not what they should be: got %d (%v)", len(in), size, len(got), err)
 			}
 		}
+	}
+}
+
+func TestSweep(t *testing.T) {
+	r := newRig(t, Config{}).serve(nil)
+	ctx := within(t)
+	kept := r.mustPull(Pull{Ref: r.push("kept:1", imageOf(t, nil, two[0]))})
+	// An import whose second layer is broken leaves the first.
+	img := imageOf(t, nil, tarOf(file{name: "only", data: "x"}), []byte("this is no tar, but long enough to be looked at as if it were one, "+strings.Repeat("x", 600)))
+	if _, err := r.Pull(ctx, "default", Pull{Ref: r.push("bad:1", img)}); !errors.Is(err, sandbox.ErrInvalid) {
+		t.Fatalf("got %v", err)
+	}
+	count := func() int {
+		held, err := r.layers.Layers(ctx, "default")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(held)
+	}
+	before := count()
+	if n, err := r.Sweep(ctx, time.Hour); err != nil || n != 0 || count() != before {
+		t.Errorf("what is young went: %d (%v)", n, err)
+	}
+	r.now = func() time.Time { return time.Now().Add(2 * time.Hour) }
+	if _, err := r.Sweep(ctx, time.Hour); err != nil || count() != 1 {
+		t.Errorf("%d layers are held (%v)", count(), err)
+	}
+	if again := r.mustPull(Pull{Ref: r.host + "/kept:1"}); again.Environment != kept.Environment {
+		t.Errorf("%+v", again)
+	}
+	if err := r.Remove(ctx, "default", r.host+"/kept:1"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Sweep(ctx, time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	var left []string
+	if err := r.store.List(ctx, "oci/", func(i store.Info) bool { left = append(left, i.Key); return true }); err != nil || len(left) != 0 {
+		t.Errorf("%q are left (%v)", left, err)
+	}
+	if got := r.mustPull(Pull{Ref: r.host + "/kept:1"}); !cmp.Equal(got.Layers, kept.Layers) {
+		t.Errorf("imported again: %+v", got)
+	}
+}
+
+// What machine an image is for its config says, whatever lies in its layers as data.
+func TestDataOfOtherMachines(t *testing.T) {
+	elf := func(machine byte) string {
+		b := make([]byte, 64)
+		copy(b, "\x7fELF\x02\x01\x01")
+		b[16], b[18] = 2, machine
+		return string(b)
+	}
+	const amd64, arm64 = 62, 183
+	r := newRig(t, Config{}).serve(nil)
+	got := r.mustPull(Pull{Ref: r.push("mixed:1", imageOf(t, nil, tarOf(file{name: "bin/a", mode: 0o755, data: elf(amd64)}), tarOf(file{name: "data/b", mode: 0o755, data: elf(arm64)}, file{name: "data/c", mode: 0o755, data: elf(arm64)}), tarOf(file{name: "text"})))})
+	var archs []string
+	for _, id := range got.Layers {
+		d, err := r.layers.Descriptor(within(t), id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		archs = append(archs, d.Arch)
+	}
+	if d := cmp.Diff([]string{"amd64", "amd64", "any"}, archs); d != "" {
+		t.Error(d)
 	}
 }

@@ -53,7 +53,7 @@ func (im *Images) PushLayer(ctx context.Context, project, diffID string, body io
 		return "", err
 	}
 	defer im.convSem.Release(1)
-	r, err := im.convert(ctx, project, blobOf{diffID: diffID, open: func(context.Context) (io.ReadCloser, error) { return io.NopCloser(body), nil }}, nil, nil)
+	r, err := im.convert(ctx, project, blobOf{diffID: diffID, arch: im.cfg.Arch, open: func(context.Context) (io.ReadCloser, error) { return io.NopCloser(body), nil }}, nil, nil)
 	if err != nil {
 		return "", err
 	}
@@ -89,7 +89,7 @@ func (im *Images) Put(ctx context.Context, project, ref string, rawConfig []byte
 	}
 	var list []blobOf
 	for _, d := range c.config.RootFS.DiffIDs {
-		list = append(list, blobOf{diffID: d, again: true, open: func(ctx context.Context) (io.ReadCloser, error) { return im.stored(ctx, d) }})
+		list = append(list, blobOf{diffID: d, arch: c.config.Architecture, again: true, open: func(ctx context.Context) (io.ReadCloser, error) { return im.stored(ctx, d) }})
 	}
 	records, existed, err := im.convertAll(ctx, project, list, func(int, string, int64) {})
 	if err != nil {

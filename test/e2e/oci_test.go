@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"archive/tar"
 	"bytes"
 	"encoding/json"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-containerregistry/pkg/compression"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
@@ -390,4 +392,103 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 	back := s.box(t, func(o *client.Options) { o.Image, o.Memory = "localhost/eb:v1", 512<<20 })
 	want(t, exe(t, back, sh("id -un; pwd; cat made who sub/data /opt/kit")), 0, "alice\n/work\nhi\nroot\netwo", "")
 
+}
+
+// throughImages makes an image of layers over busybox and runs check in a sandbox of it, then again after it went out as an archive and came
+// back, and after all its layers were merged by that they are too many.
+func throughImages(t *testing.T, s *service, layers [][]byte, check func(t *testing.T, sb *client.Sandbox)) {
+	t.Helper()
+	host := images(t)
+	small, err := smallRoot()
+	must(t, err)
+	list := append([][]byte{small}, layers...)
+	dir := t.TempDir()
+	for _, way := range []string{"as it is", "many layers"} {
+		t.Run(way, func(t *testing.T) {
+			if way == "many layers" {
+				// Each layer's neighbours are so small that all of them become few.
+				for i := range 14 {
+					list = append(list, tarOf(entry{name: "filler/", kind: tar.TypeDir}, entry{name: fmt.Sprintf("filler/%d", i), data: "f"}))
+				}
+			}
+			var made []v1.Layer
+			for _, b := range list {
+				made = append(made, ociLayer(t, func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(b)), nil }))
+			}
+			ref, err := name.ParseReference(fmt.Sprintf("%s/faults/%d:v1", host, len(list)))
+			must(t, err)
+			must(t, remote.Write(ref, ociImage(t, nil, made...)))
+			sb := s.box(t, func(o *client.Options) { o.Image = ref.String() })
+			if n := len(sb.Data.Layers); n > 12 {
+				t.Errorf("%d layers", n)
+			}
+			check(t, sb)
+			archive := filepath.Join(dir, strings.ReplaceAll(way, " ", "-")+".tar")
+			again := "localhost/faults/" + strings.ToLower(t.Name()[strings.LastIndexByte(t.Name(), '/')+1:]) + fmt.Sprint(time.Now().UnixNano())
+			for _, args := range [][]string{{"env", "export", sb.Data.Environment, archive}, {"image", "import", "docker-archive:" + archive, "--name", again}} {
+				if b, err := s.dsec(args...).CombinedOutput(); err != nil {
+					t.Fatalf("dsec %q: %v %s", args, err, b)
+				}
+			}
+			back := s.box(t, func(o *client.Options) { o.Image = again })
+			if d := cmp.Diff(sb.Data.Layers, back.Data.Layers); d != "" {
+				t.Errorf("layers after an export: %s", d)
+			}
+			check(t, back)
+		})
+	}
+}
+
+func TestB03DeletionMarksInImages(t *testing.T) {
+	t.Parallel()
+	throughImages(t, shared(t), [][]byte{
+		tarOf(entry{name: "data/", kind: tar.TypeDir}, entry{name: "data/gone", data: "g"}, entry{name: "data/old/", kind: tar.TypeDir}, entry{name: "data/old/x", data: "x"}),
+		tarOf(entry{name: "data/", kind: tar.TypeDir}, entry{name: "data/.wh.gone"}, entry{name: "data/.wh.never"}, entry{name: "data/kept", data: "k"},
+			entry{name: "data/old/", kind: tar.TypeDir}, entry{name: "data/old/.wh..wh..opq"}, entry{name: "data/old/y", data: "y"}, entry{name: "none/.wh.x"}),
+	}, func(t *testing.T, sb *client.Sandbox) {
+		want(t, exe(t, sb, sh("ls -a /data /data/old /none 2>&1 | grep -v '^\\.'")), 0, "/data:\nkept\nold\n\n/data/old:\ny\n\n/none:\n", "")
+		want(t, exe(t, sb, sh("tar c data none | tar t | sort")), 0, "data/\ndata/kept\ndata/old/\ndata/old/y\nnone/\n", "")
+	})
+}
+
+func TestB08OwnersInImages(t *testing.T) {
+	t.Parallel()
+	throughImages(t, shared(t), [][]byte{tarOf(
+		entry{name: "a", mode: 0o4755, uid: 1000, gid: 1000, data: "a"}, entry{name: "b", mode: 0o2755, gid: 42, data: "b"},
+		entry{name: "c", mode: 0o755, data: "c", xattr: map[string]string{"security.capability": netRaw}}, entry{name: "f/", kind: tar.TypeDir, mode: 0o3775, uid: 5, gid: 6}),
+	}, func(t *testing.T, sb *client.Sandbox) {
+		want(t, exe(t, sb, sh("stat -c '%n %a %u:%g' /a /b /c /f")), 0, "/a 4755 1000:1000\n/b 2755 0:42\n/c 755 0:0\n/f 3775 5:6\n", "")
+		// What a file capability is inside: version 2, as in the image, whatever range of uids the sandbox has.
+		var tree bytes.Buffer
+		if _, err := sb.Files().Download(within(t), "/c", &tree); err != nil {
+			t.Fatal(err)
+		}
+		h, err := tar.NewReader(&tree).Next()
+		if err != nil || h.PAXRecords["SCHILY.xattr.security.capability"] != netRaw {
+			t.Errorf("capability of /c: %+v (%v)", h, err)
+		}
+	})
+}
+
+func TestB24HardLinksInImages(t *testing.T) {
+	t.Parallel()
+	big := strings.Repeat("0123456789abcdef", 5<<20/16)
+	throughImages(t, shared(t), [][]byte{
+		tarOf(entry{name: "l/", kind: tar.TypeDir}, entry{name: "l/f1", data: big}, entry{name: "l/f2", kind: tar.TypeLink, link: "l/f1"}, entry{name: "l/f3", kind: tar.TypeLink, link: "l/f1"},
+			entry{name: "l/s", kind: tar.TypeSymlink, mode: 0o777, link: "f1"}, entry{name: "l/s2", kind: tar.TypeLink, link: "l/s"}, entry{name: "l/p", kind: tar.TypeFifo}, entry{name: "l/p2", kind: tar.TypeLink, link: "l/p"},
+			entry{name: "l/k1", data: "k"}, entry{name: "l/k2", kind: tar.TypeLink, link: "l/k1"}),
+		tarOf(entry{name: "l/", kind: tar.TypeDir}, entry{name: "l/f2", data: "new"}, entry{name: "l/.wh.f3"}),
+	}, func(t *testing.T, sb *client.Sandbox) {
+		want(t, exe(t, sb, sh("cd /l; ls | tr '\\n' ' '; stat -c %s f1 f2; cat f2; readlink s; readlink s2; test -p p2 && echo pipe; test k1 -ef k2 && stat -c %h k1")), 0,
+			"f1 f2 k1 k2 p p2 s s2 5242880\n3\nnewf1\nf1\npipe\n2\n", "")
+	})
+	// A link before its target names the entry.
+	bad := tarOf(entry{name: "late", kind: tar.TypeLink, link: "target"}, entry{name: "target", data: "t"})
+	host := images(t)
+	ref, err := name.ParseReference(host + "/faults/bad:v1")
+	must(t, err)
+	must(t, remote.Write(ref, ociImage(t, nil, ociLayer(t, func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(bad)), nil }))))
+	if _, err := shared(t).tryBox(t, func(o *client.Options) { o.Image = ref.String() }); !errors.Is(err, client.ErrInvalid) || !strings.Contains(err.Error(), `"late"`) {
+		t.Errorf("a link before its target: %v", err)
+	}
 }
