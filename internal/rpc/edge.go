@@ -211,6 +211,7 @@ func (c *calls) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.
 			if why := ended(ctx); why != nil {
 				err = why
 			}
+			err = overLimit(err)
 			if err != nil {
 				err = e.settle(ctx, procedure, err, start)
 			}

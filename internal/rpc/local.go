@@ -55,6 +55,11 @@ func (e *Edge) Wrap(next http.Handler) http.Handler {
 func (f *front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header()[HeaderProtocol] = protocolValue
 	ctx, err := f.edge.admit(r.Context(), r.URL.Path, r.Header)
+	if err == nil {
+		if err = bounded(r); err != nil {
+			f.edge.note(ctx, r.URL.Path, err, time.Time{})
+		}
+	}
 	if err != nil {
 		if f.refuse.IsSupported(r) {
 			f.refuse.Write(w, r, Error(err))
