@@ -401,4 +401,31 @@ func TestMetricsHaveNoIDs(t *testing.T) {
 	if strings.Contains(string(b), sb.Id) || strings.Contains(string(b), c.key) {
 		t.Error("an ID is a label")
 	}
+	// They tell of everybody: a key of a project below sees none of them, whatever project it asks for.
+	if err := c.keys.CreateProject(context.Background(), "default/team"); err != nil {
+		t.Fatal(err)
+	}
+	secret, _, err := c.keys.CreateKey(context.Background(), "default/team", "", time.Time{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, project := range []string{"", "default"} {
+		r, err := http.NewRequest("GET", c.url+"/metrics", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Authorization", "Bearer "+secret)
+		if project != "" {
+			r.Header.Set(rpc.HeaderProject, project)
+		}
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, _ := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusForbidden || strings.Contains(string(b), "dsec_calls_total") {
+			t.Errorf("a key of default/team gets %d %.200s", resp.StatusCode, b)
+		}
+	}
 }

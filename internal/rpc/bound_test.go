@@ -17,7 +17,9 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-type writes struct{ dsecv1connect.UnimplementedFileServiceHandler }
+type writes struct {
+	dsecv1connect.UnimplementedFileServiceHandler
+}
 
 func (writes) Write(_ context.Context, in *connect.ClientStream[dsecv1.WriteRequest]) (*connect.Response[dsecv1.WriteResponse], error) {
 	for in.Receive() {

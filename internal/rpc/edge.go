@@ -56,6 +56,7 @@ type Edge struct {
 	// Deadline gives unary procedures another default than DefaultCallDeadline.
 	Deadline map[string]time.Duration
 
+	quiet  quiet
 	direct map[string]connect.UnaryFunc // of the services made with Options, by procedure
 }
 
@@ -140,12 +141,19 @@ func (e *Edge) note(ctx context.Context, procedure string, err error, start time
 	if e.Log == nil || !e.Log.Enabled(ctx, level) {
 		return
 	}
+	tell, left := e.quiet.admit(procedure, code, time.Now())
+	if !tell {
+		return
+	}
 	attrs := []slog.Attr{slog.String("call", procedure), slog.String("code", code.String()), slog.String("err", err.Error())}
 	if p := Project(ctx); p != "" {
 		attrs = append(attrs, slog.String("project", p))
 	}
 	if !start.IsZero() {
 		attrs = append(attrs, slog.Duration("took", time.Since(start)))
+	}
+	if left > 0 {
+		attrs = append(attrs, slog.Int("left_out", left)) // of the same procedure and code since the last line
 	}
 	e.Log.LogAttrs(ctx, level, "call failed", attrs...)
 }
