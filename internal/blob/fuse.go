@@ -21,7 +21,6 @@ const (
 	opRead        = 15
 	opStatfs      = 17
 	opRelease     = 18
-	opFlush       = 25
 	opInit        = 26
 	opOpendir     = 27
 	opReaddir     = 28
@@ -40,6 +39,7 @@ const (
 	initHasResend  = 1 << (39 - 32) // flags2
 	openDirectIO   = 1 << 0
 	openKeepCache  = 1 << 1
+	openNoFlush    = 1 << 5
 	notifyResend   = 7
 	devClone       = 0x8004e500 // FUSE_DEV_IOC_CLONE
 	headerIn       = 40

@@ -17,8 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
 )
@@ -227,9 +225,9 @@ func newRig(t testing.TB, st *trouble, change func(*Config)) *rig {
 
 func dup(t testing.TB, f *os.File) *os.File {
 	t.Helper()
-	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3)
+	d, err := dupFile(f)
 	do(t, err)
-	return os.NewFile(uintptr(fd), f.Name())
+	return d
 }
 
 func (r *rig) start(fuse *os.File) {

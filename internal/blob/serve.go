@@ -95,10 +95,13 @@ func (s *Server) answer(r request) error {
 		b.opens.Add(1)
 		s.metrics.opens.Add(1)
 		buf, o := body(16)
-		le.PutUint32(o[8:], openDirectIO)
+		// No FLUSH: a process that executes another program closes its files in the middle of that, and would wait there for the daemon
+		// that it is about to start.
+		flags := uint32(openDirectIO | openNoFlush)
 		if s.cfg.Buffered {
-			le.PutUint32(o[8:], openKeepCache)
+			flags = openKeepCache | openNoFlush
 		}
+		le.PutUint32(o[8:], flags)
 		return c.reply(r.unique, 0, buf)
 	case opRelease:
 		if b := s.node(r.node); b != nil {
@@ -120,7 +123,7 @@ func (s *Server) answer(r request) error {
 			s.interrupt(le.Uint64(r.body))
 		}
 		return nil
-	case opOpendir, opReleasedir, opFlush, opDestroy, opAccess:
+	case opOpendir, opReleasedir, opDestroy, opAccess:
 		if r.op == opOpendir {
 			buf, _ := body(16)
 			return c.reply(r.unique, 0, buf)

@@ -165,8 +165,9 @@ func (s *Supervisor) watch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer fuse.Close()
 	c, err := s.reach(ctx, mark, fuse)
+	// Not kept: a process that has the connection and waits for an answer on it could not be ended, were the daemon dead too.
+	fuse.Close()
 	if err != nil {
 		return err
 	}
