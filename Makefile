@@ -1,4 +1,4 @@
-# make build | test | demo | bench B=create|exec|idle | torture | test-kernels | generate
+# make build | test | demo | bench B=create|exec|idle|dedup | torture | test-kernels | generate
 SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
@@ -29,6 +29,7 @@ test-fast:
 	$(GO) test -short ./...
 
 torture: deps build
+	scripts/versitygw.sh
 	DSEC_TORTURE=1 scripts/test.sh
 
 # The container backend on Debian's own kernels with cgroup v2 alone, in QEMU machines: docs/ops/kernels.md.

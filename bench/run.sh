@@ -8,7 +8,12 @@ case "$what" in
   exec) args=() ;;
   trajectory) args=(${n:+-steps "$n"}) ;;
   idle) args=(${n:+"$n"}) ;;
-  *) echo "usage: make bench B=create|exec|idle|trajectory [N=1000]" >&2; exit 2 ;;
+  dedup) # ten versions of one environment: real ones when pip gets them, else edited files
+    base=${DSEC_BENCH_BASE:-$(ls -S bin/e2e/debian-*.tar 2>/dev/null | head -n 1)}
+    [ -n "$base" ] || { echo "bench: no Debian tree; DSEC_BENCH_BASE names a tar, make test makes one" >&2; exit 1; }
+    args=(-base "$base")
+    scripts/bench_wheels.sh bin/bench-wheels && args+=(-wheels bin/bench-wheels) || echo "# no wheels: files are edited instead" >&2 ;;
+  *) echo "usage: make bench B=create|exec|idle|trajectory|dedup [N=1000]" >&2; exit 2 ;;
 esac
 [ -x "${DSEC:-bin/dsec}" ] || { echo "bench: ${DSEC:-bin/dsec} is missing; make build" >&2; exit 1; }
 CGO_ENABLED=0 ${GO:-go} build -o "bin/bench-$what" "./bench/$what"

@@ -33,6 +33,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/oci"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -271,6 +272,7 @@ func (m *machine) stopAll() error {
 type entry struct {
 	gateway *gateway.Gateway
 	layers  *layer.Catalogue
+	store   store.Store
 	images  *oci.Images
 	monitor *monitor.Monitor
 	facts   *facts.Bolt
@@ -322,7 +324,7 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if p.settings.Gateway.Stall != "" && gc.Stall <= 0 {
 		gc.Stall = -1
 	}
-	e.layers = layer.New(e.facts, st)
+	e.layers, e.store = layer.New(e.facts, st), st
 	if e.images, err = p.images(e.layers, st, e.facts, logger); err != nil {
 		return nil, err
 	}
@@ -354,11 +356,15 @@ func (e *entry) serve(ctx context.Context, listeners ...net.Listener) error {
 const (
 	sweepEvery = time.Hour
 	sweepAge   = 6 * time.Hour
+	// What a sweep deletes in a bucket is given back a day or two later; each collection reads all manifests.
+	collectEvery = 6 * time.Hour
+	collectGrace = 24 * time.Hour
 )
 
 func (e *entry) sweep(ctx context.Context) error {
-	tick := time.NewTicker(sweepEvery)
+	tick, collect := time.NewTicker(sweepEvery), time.NewTicker(collectEvery)
 	defer tick.Stop()
+	defer collect.Stop()
 	for {
 		select {
 		case <-ctx.Done():
@@ -366,6 +372,13 @@ func (e *entry) sweep(ctx context.Context) error {
 		case <-tick.C:
 			if _, err := e.layers.Sweep(ctx, sweepAge); err != nil && ctx.Err() == nil {
 				e.logger.Error("sweep layers", "err", err)
+			}
+		case <-collect.C:
+			r, ok, err := store.Collect(ctx, e.store, collectGrace, false)
+			if err != nil && ctx.Err() == nil {
+				e.logger.Error("collect the store", "err", err)
+			} else if ok && (r.Condemned+r.Removed > 0 || len(r.Damaged) > 0) {
+				e.logger.Info("store collected", "condemned", r.Condemned, "removed", r.Removed, "freed", r.Freed, "copied", r.Copied, "damaged", r.Damaged)
 			}
 		}
 	}

@@ -5,8 +5,9 @@ import (
 	"io"
 )
 
-// How objects are cut: FastCDC with normalization. On the data files of two Debian images 256 KiB shares 86% of the second with the first,
-// 1 MiB 80%; a read of 1 MiB takes 1.4 MiB of chunks instead of 2.6 (bench/dedup measures both).
+// How objects are cut: FastCDC with normalization. Of the contents of two Debian images with other packages, 62% of the second is shared at
+// 256 KiB and 48% at 1 MiB, and a read of an aligned MiB fetches 0.42 MiB of compressed chunks instead of 0.72; zstd packs 5% better at 1 MiB.
+// docs/format/store.md has the table.
 const (
 	chunkMin = 64 << 10
 	chunkAvg = 256 << 10

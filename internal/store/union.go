@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"iter"
 	"os"
+	"time"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -125,4 +126,16 @@ func (u *union) List(ctx context.Context, prefix string, each func(Info) bool) e
 			}
 		}
 	}
+}
+
+// Collect gives back what deleted objects held, in the store that is written, when that is one that collects; see [S3.Collect].
+func Collect(ctx context.Context, s Store, grace time.Duration, dryRun bool) (r Report, ok bool, err error) {
+	if u, is := s.(*union); is {
+		s = u.all[0]
+	}
+	if c, is := s.(*S3); is {
+		r, err = c.Collect(ctx, grace, dryRun)
+		return r, true, err
+	}
+	return r, false, nil
 }
