@@ -38,6 +38,7 @@ type cli struct {
 	Resume   resumeCmd   `cmd:"" group:"sandboxes" help:"Wake paused sandboxes."`
 	Logs     logsCmd     `cmd:"" group:"sandboxes" help:"Show the trajectory of a sandbox: every step, with its output; or remove trajectories."`
 	Verdict  verdictCmd  `cmd:"" group:"sandboxes" help:"Attach a reward and metadata to a trajectory."`
+	Replay   replayCmd   `cmd:"" group:"sandboxes" help:"Do the recorded steps of a sandbox again in a fresh one and compare."`
 	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
@@ -51,6 +52,7 @@ type cli struct {
 	Host    hostCmd    `cmd:"" group:"services" help:"Run a host."`
 	Monitor monitorCmd `cmd:"" group:"services" help:"Watch the hosts and print what they report."`
 	Keeper  keeperCmd  `cmd:"" group:"services" hidden:"" help:"Spawn and hold sandboxes for a host (started by the host)."`
+	Blobd   blobdCmd   `cmd:"" group:"services" hidden:"" help:"Read layers on demand for a host (started by the host)."`
 	Doctor  doctorCmd  `cmd:"" group:"services" help:"Say what this host can do, feature by feature, and why not."`
 	APIKey  keyCmd     `cmd:"" name:"key" group:"services" help:"Make, list and revoke API keys."`
 
@@ -65,6 +67,9 @@ func (e exitCode) Error() string { return fmt.Sprintf("exit %d", int(e)) }
 func main() {
 	if len(os.Args) > 1 && os.Args[1] == "keeper" {
 		os.Exit(keeperMain(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == "blobd" {
+		os.Exit(blobdMain(os.Args[2:]))
 	}
 	var c cli
 	k := kong.Must(&c, kong.Name("dsec"),

@@ -59,6 +59,7 @@ var ranks = []struct {
 	{"internal/confine", 2},
 	{"internal/guest", 2},
 	{"internal/placement", 2},
+	{"internal/replay", 2},
 	{"internal/density", 2},
 	{"internal/layer", 3},
 	{"internal/trajectory", 3},
