@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"time"
 
 	"go.etcd.io/bbolt"
@@ -33,12 +34,19 @@ func OpenBolt(file string) (*Bolt, error) {
 	if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
 		return nil, fmt.Errorf("open facts: %w", err)
 	}
+	made := file + madeSuffix
+	if err := checkMade(file, made); err != nil {
+		return nil, err
+	}
+	if err := sound(file); err != nil {
+		return nil, lost(file, made, err)
+	}
 	db, err := bbolt.Open(file, 0o600, &bbolt.Options{Timeout: lockWait})
 	if errors.Is(err, bolterrors.ErrTimeout) {
 		return nil, fmt.Errorf("open facts %s: another process has it open: %w", file, sandbox.ErrState)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open facts %s: %w", file, err)
+		return nil, lost(file, made, err)
 	}
 	err = db.Update(func(tx *bbolt.Tx) error {
 		_, err := tx.CreateBucketIfNotExists(bucketName)
@@ -48,7 +56,69 @@ func OpenBolt(file string) (*Bolt, error) {
 		db.Close()
 		return nil, fmt.Errorf("open facts %s: %w", file, err)
 	}
+	if err := os.WriteFile(made, []byte("facts.db was made; without this file an empty one counts as new\n"), 0o600); err != nil {
+		db.Close()
+		return nil, fmt.Errorf("open facts: %w", err)
+	}
 	return &Bolt{db: db}, nil
+}
+
+// madeSuffix names the file beside the facts that says that there were some: a missing or empty file, which the library would take for a
+// new one, is then a lost one.
+const madeSuffix = ".made"
+
+func checkMade(file, made string) error {
+	st, err := os.Stat(file)
+	switch {
+	case err == nil && st.Size() > 0:
+		return nil
+	case err != nil && !os.IsNotExist(err):
+		return fmt.Errorf("open facts: %w", err)
+	}
+	if _, err := os.Stat(made); os.IsNotExist(err) {
+		return nil
+	}
+	what := "is empty"
+	if err != nil {
+		what = "is missing"
+	}
+	return fmt.Errorf("facts %s: the file %s, and there were projects, keys and names in it; bring a copy of it back, or remove %s to begin anew (layers and logs stay): %w", file, what, made, sandbox.ErrLost)
+}
+
+func lost(file, made string, err error) error {
+	return fmt.Errorf("open facts %s: it is damaged (%v); bring a copy of it back, or remove it and %s to begin anew (projects, keys and names are then gone, layers and logs stay): %w", file, err, made, sandbox.ErrLost)
+}
+
+// sound reads all of a file once, without changing it: a broken page would end the process where it is met. A file that another process has
+// open is left to that.
+func sound(file string) (err error) {
+	if st, err := os.Stat(file); err != nil || st.Size() == 0 {
+		return nil
+	}
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true)) // a file that is shorter than it says
+	defer func() {
+		if v := recover(); v != nil { // the library's way of telling; the lock that it leaves is one that others may share
+			err = fmt.Errorf("%v", v)
+		}
+	}()
+	db, err := bbolt.Open(file, 0o600, &bbolt.Options{Timeout: time.Millisecond, ReadOnly: true, PreLoadFreelist: true})
+	if errors.Is(err, bolterrors.ErrTimeout) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	return db.View(func(tx *bbolt.Tx) error {
+		b := tx.Bucket(bucketName)
+		if b == nil {
+			return nil
+		}
+		return b.ForEach(func(k, v []byte) error {
+			_, err := decode(k, v)
+			return err
+		})
+	})
 }
 
 // Close closes the file.

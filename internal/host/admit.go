@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -78,6 +79,29 @@ func (h *Host) admit(r reading) error {
 		return refuse("%d MiB of log space free, %d MiB are kept free", r.log>>20, h.cfg.LogReserve>>20)
 	}
 	return nil
+}
+
+const spaceEvery = 5 * time.Second // between two looks at the space of log and disk
+
+// tellSpace says in the daemon's log when log or disk run short, once, and when they have room again. It returns what is short now.
+func (h *Host) tellSpace(was string) string {
+	r := h.measure()
+	var short []string
+	if r.logShort || r.log >= 0 && r.log < h.cfg.LogReserve {
+		short = append(short, "log")
+	}
+	if h.deps.Disk != nil && r.diskErr == nil && r.disk < h.cfg.DiskReserve {
+		short = append(short, "disk")
+	}
+	is := strings.Join(short, " and ")
+	switch {
+	case is == was:
+	case is == "":
+		h.log.Info("there is room again: new sandboxes are taken", "was_short", was)
+	default:
+		h.log.Warn("space runs short: no new sandboxes are taken", "short", is, "log_free", r.log, "log_reserve", h.cfg.LogReserve, "disk_free", r.disk, "disk_reserve", h.cfg.DiskReserve)
+	}
+	return is
 }
 
 // able checks a spec against what its backend can do, before anything starts.

@@ -98,10 +98,15 @@ func (h *Host) Run(ctx context.Context) error {
 	close(h.ready)
 	tick := time.NewTicker(time.Minute)
 	defer tick.Stop()
+	look := time.NewTicker(spaceEvery)
+	defer look.Stop()
+	var short string
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
+		case <-look.C:
+			short = h.tellSpace(short)
 		case <-tick.C:
 			h.expire(h.life)
 		}
