@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"connectrpc.com/connect"
@@ -38,7 +40,8 @@ type Options struct {
 	Entrypoint  []string
 	BestEffort  bool
 	NoNewPrivs  bool
-	Durability  string // process | host
+	Durability  string            // process | host
+	Volumes     map[string]string // path -> layer (id, name or name@version) that is seen there, read-only
 	Deadline    time.Duration
 }
 
@@ -51,6 +54,9 @@ func (o *Options) request() *dsecv1.CreateRequest {
 		Lifetime:  &dsecv1.Lifetime{IdleMs: o.Idle.Milliseconds(), TotalMs: o.Total.Milliseconds(), OnIdle: o.OnIdle},
 	}
 	r.Cwd, r.CwdRaw = octets(o.Cwd)
+	for _, p := range slices.Sorted(maps.Keys(o.Volumes)) {
+		r.Volumes = append(r.Volumes, &dsecv1.Volume{Layer: o.Volumes[p], Path: p})
+	}
 	return r
 }
 

@@ -36,6 +36,7 @@ type sandboxFlags struct {
 	User       string            `short:"u" help:"User of its commands (default: the environment's)."`
 	Cwd        string            `short:"w" help:"Working folder of its commands."`
 	Var        map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
+	Volume     []string          `short:"v" help:"Layer seen read-only at a path; repeat." placeholder:"LAYER:/PATH" sep:"none"`
 	NoNewPrivs bool              `help:"Setuid programs gain nothing."`
 	BestEffort bool              `help:"Yield the CPU to other sandboxes."`
 }
@@ -50,7 +51,18 @@ func (f *sandboxFlags) options() (client.Options, error) {
 	if given != 1 {
 		return client.Options{}, fmt.Errorf("--env, --image or --layer: give one of them (`dsec env ls` lists the environments)")
 	}
-	return client.Options{Environment: f.Env, Layers: f.Layer, Image: f.Image, Pull: f.Pull, ImageEntry: f.ImageEntry, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
+	volumes := map[string]string{}
+	for _, v := range f.Volume {
+		i := strings.LastIndex(v, ":/") // an id has a colon of its own
+		if i <= 0 {
+			return client.Options{}, fmt.Errorf("--volume %q: want LAYER:/PATH, as data/set@2:/data", v)
+		}
+		if _, twice := volumes[v[i+1:]]; twice {
+			return client.Options{}, fmt.Errorf("--volume %q: something is there already", v)
+		}
+		volumes[v[i+1:]] = v[:i]
+	}
+	return client.Options{Environment: f.Env, Volumes: volumes, Layers: f.Layer, Image: f.Image, Pull: f.Pull, ImageEntry: f.ImageEntry, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
 		Disk: int64(f.Disk), Pids: f.Pids, CPU: f.CPU, Idle: f.Idle, Total: f.Total, OnIdle: f.OnIdle, Network: f.Net, User: f.User, Cwd: f.Cwd,
 		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort}, nil
 }

@@ -191,6 +191,9 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 		env = sandbox.MergeEnv(nil, env)
 	}
 	spec.Env = env
+	if spec.Volumes, err = g.volumes(ctx, project, q.GetVolumes()); err != nil {
+		return nil, nil, err
+	}
 	spec.Fill()
 	if err := spec.Validate(); err != nil {
 		return nil, nil, err
@@ -208,6 +211,29 @@ func (g *Gateway) environment(ctx context.Context, project string, q *dsecv1.Cre
 		return g.imageEnvironment(ctx, project, q.Image, q.Pull)
 	}
 	return g.layers.Resolve(ctx, project, q.Environment)
+}
+
+// volumes resolves the layers of volumes.
+func (g *Gateway) volumes(ctx context.Context, project string, list []*dsecv1.Volume) ([]sandbox.Volume, error) {
+	out := rpc.Volumes(list)
+	if err := sandbox.CheckVolumes(out); err != nil {
+		return nil, err
+	}
+	for i, v := range out {
+		found, err := g.layers.Lookup(ctx, project, v.Layer)
+		if err != nil {
+			return nil, fmt.Errorf("volume at %s: %w", v.Path, err)
+		}
+		d, err := g.layers.Descriptor(ctx, found.ID)
+		if err != nil {
+			return nil, fmt.Errorf("volume at %s: %w", v.Path, err)
+		}
+		if len(d.Parents) > 0 {
+			return nil, fmt.Errorf("volume at %s: layer %s is a snapshot, which means nothing without the layers that it lies on; import the data as a layer: %w", v.Path, v.Layer, sandbox.ErrInvalid)
+		}
+		out[i].Layer = string(found.ID)
+	}
+	return out, nil
 }
 
 // imageEntry makes the image's own program the sandbox's entrypoint when the create asks for it.

@@ -227,7 +227,7 @@ func (b *box) proto() *dsecv1.Sandbox {
 	s := b.spec
 	p := &dsecv1.Sandbox{
 		Id: string(b.id), Name: s.Name, Project: s.Project, Job: s.Job, Key: s.Key, Labels: s.Labels, Backend: s.Backend,
-		Environment: s.EnvName, Layers: s.Layers, Resources: rpc.ResourcesProto(s.Resources), Network: string(s.Network),
+		Environment: s.EnvName, Layers: s.Layers, Volumes: rpc.VolumesProto(s.Volumes), Resources: rpc.ResourcesProto(s.Resources), Network: string(s.Network),
 		User: s.User, Hostname: s.Hostname, Host: string(b.h.cfg.ID), Durability: string(s.Durability), NoNewPrivs: s.NoNewPrivs,
 	}
 	p.Cwd, _ = rpc.Twin(s.Cwd)

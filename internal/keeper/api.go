@@ -56,6 +56,8 @@ type Birth struct {
 	// Events is a sock_filter[] of fewer than 128 instructions that asks about calls of commands, all of which are refused and told to
 	// the handler; none asks about nothing.
 	Events []byte
+	// Volumes are mounted layers that are seen read-only at their paths.
+	Volumes []sandbox.Volume
 }
 
 // DefaultCaps are the capabilities of a command run as root: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,

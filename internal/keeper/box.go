@@ -227,6 +227,9 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 			return err
 		}
 	}
+	for i, v := range birth.Volumes {
+		add("move", r.volumes[i], v.Path)
+	}
 	for _, m := range b.k.masks() {
 		ops = append(ops, wire.Op("mask", m))
 	}

@@ -20,10 +20,11 @@ type root struct {
 	shmKind string // "upper" or "tmpfs"
 	laid    map[string]string
 	parent  int // detached mount of the folder of upper and work
+	volumes []int
 }
 
 // fds are the mounts' descriptors. Closing one that is still detached waits for the kernel (a grace period of RCU).
-func (r *root) fds() []int { return only([]int{r.overlay, r.shm, r.parent}) }
+func (r *root) fds() []int { return only(append([]int{r.overlay, r.shm, r.parent}, r.volumes...)) }
 
 // compose mounts the overlay of a birth and makes what every sandbox needs in it. parent is a detached mount of the folder that
 // holds upper and work; it becomes the keeper's.
@@ -69,6 +70,11 @@ func (k *Keeper) compose(b *Birth, sl slot, parent int) (r *root, err error) {
 	if im == nil {
 		k.images.learn(b.Layers, r.overlay, b.UIDBase)
 		if r.laid, err = furnish(r.overlay, b); err != nil {
+			return r, err
+		}
+	}
+	if len(b.Volumes) > 0 {
+		if r.volumes, err = k.composeVolumes(b, sl, r.overlay); err != nil {
 			return r, err
 		}
 	}
@@ -383,6 +389,8 @@ func checkBirth(b *Birth) error {
 		return fmt.Errorf("uid base %d: want above 0 and at most 2^31-131072: %w", b.UIDBase, sandbox.ErrInvalid)
 	case len(b.Seccomp)%8 != 0:
 		return fmt.Errorf("seccomp filter of %d octets: want a multiple of 8: %w", len(b.Seccomp), sandbox.ErrInvalid)
+	case sandbox.CheckVolumes(b.Volumes) != nil:
+		return sandbox.CheckVolumes(b.Volumes)
 	case b.Resources.Memory <= 0 || b.Resources.Pids <= 0:
 		return fmt.Errorf("resources: memory and pids must be set: %w", sandbox.ErrInvalid)
 	}

@@ -206,7 +206,24 @@ func Spec(p *dsecv1.Spec) (*sandbox.Spec, error) {
 		User: p.GetUser(), Cwd: cwd, Hostname: p.GetHostname(), Entry: p.GetEntrypoint(),
 		Resources: res, Lifetime: life, Network: sandbox.NetworkMode(p.GetNetwork()),
 		BestEffort: p.GetBestEffort(), NoNewPrivs: p.GetNoNewPrivs(), Durability: sandbox.Durability(p.GetDurability()),
+		Volumes: Volumes(p.GetVolumes()),
 	}, nil
+}
+
+// Volumes takes volumes from a message.
+func Volumes(list []*dsecv1.Volume) (out []sandbox.Volume) {
+	for _, v := range list {
+		out = append(out, sandbox.Volume{Layer: v.GetLayer(), Path: v.GetPath()})
+	}
+	return out
+}
+
+// VolumesProto is the reverse of Volumes.
+func VolumesProto(list []sandbox.Volume) (out []*dsecv1.Volume) {
+	for _, v := range list {
+		out = append(out, &dsecv1.Volume{Layer: v.Layer, Path: v.Path})
+	}
+	return out
 }
 
 // SpecProto is the reverse of Spec; secret names the entries of Env whose values the log must not hold.
@@ -217,6 +234,7 @@ func SpecProto(s *sandbox.Spec, secret []string) *dsecv1.Spec {
 		User: s.User, Hostname: s.Hostname, Entrypoint: s.Entry,
 		Resources: ResourcesProto(s.Resources), Lifetime: LifetimeProto(s.Lifetime), Network: string(s.Network),
 		BestEffort: s.BestEffort, NoNewPrivs: s.NoNewPrivs, Durability: string(s.Durability),
+		Volumes: VolumesProto(s.Volumes),
 	}
 	p.Cwd, p.CwdRaw = Twin(s.Cwd)
 	return p

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"fmt"
+	"path"
 	"sort"
 	"strings"
 	"time"
@@ -106,7 +107,17 @@ type Spec struct {
 	BestEffort bool       `json:"best_effort,omitempty"`
 	NoNewPrivs bool       `json:"no_new_privs,omitempty"`
 	Durability Durability `json:"durability"`
+	Volumes    []Volume   `json:"volumes,omitempty"`
 }
+
+// Volume is a layer that is mounted read-only at a path of the sandbox.
+type Volume struct {
+	Layer string `json:"layer"` // ID
+	Path  string `json:"path"`  // absolute and clean
+}
+
+// MaxVolumes bounds the volumes of one sandbox.
+const MaxVolumes = 32
 
 // Fill sets the defaults of what is zero.
 func (s *Spec) Fill() {
@@ -178,7 +189,37 @@ func (s *Spec) Validate() error {
 	if err := s.Lifetime.validate(); err != nil {
 		return err
 	}
+	if err := CheckVolumes(s.Volumes); err != nil {
+		return err
+	}
 	return s.Resources.validate()
+}
+
+// CheckVolumes checks that volumes lie apart from each other and from what every sandbox has.
+func CheckVolumes(list []Volume) error {
+	if len(list) > MaxVolumes {
+		return fmt.Errorf("volumes: %d given, at most %d: %w", len(list), MaxVolumes, ErrInvalid)
+	}
+	within := func(p, dir string) bool { return p == dir || strings.HasPrefix(p, dir+"/") }
+	for i, v := range list {
+		if err := CheckPath("volume", v.Path); err != nil {
+			return err
+		}
+		if v.Path == "/" || path.Clean(v.Path) != v.Path {
+			return fmt.Errorf("volume at %.80q: want a clean path below the root, as /data: %w", v.Path, ErrInvalid)
+		}
+		for _, own := range []string{"/proc", "/sys", "/dev"} {
+			if within(v.Path, own) {
+				return fmt.Errorf("volume at %.80q: %s is the sandbox's own: %w", v.Path, own, ErrInvalid)
+			}
+		}
+		for _, w := range list[:i] {
+			if within(v.Path, w.Path) || within(w.Path, v.Path) {
+				return fmt.Errorf("volumes at %.80q and %.80q: one lies in the other: %w", w.Path, v.Path, ErrInvalid)
+			}
+		}
+	}
+	return nil
 }
 
 func (l Lifetime) validate() error {

@@ -147,6 +147,7 @@ type Spec struct {
 	BestEffort    bool                   `protobuf:"varint,18,opt,name=best_effort,json=bestEffort,proto3" json:"best_effort,omitempty"`
 	NoNewPrivs    bool                   `protobuf:"varint,19,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
 	Durability    string                 `protobuf:"bytes,20,opt,name=durability,proto3" json:"durability,omitempty"`
+	Volumes       []*Volume              `protobuf:"bytes,21,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -319,6 +320,13 @@ func (x *Spec) GetDurability() string {
 		return x.Durability
 	}
 	return ""
+}
+
+func (x *Spec) GetVolumes() []*Volume {
+	if x != nil {
+		return x.Volumes
+	}
+	return nil
 }
 
 type HostCreateRequest struct {
@@ -687,7 +695,7 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\x05R\bprotocol\x12!\n" +
 	"\fprotocol_min\x18\x03 \x01(\x05R\vprotocolMin\x12\x12\n" +
-	"\x04role\x18\x04 \x01(\tR\x04role\"\x96\x05\n" +
+	"\x04role\x18\x04 \x01(\tR\x04role\"\xc1\x05\n" +
 	"\x04Spec\x12\x18\n" +
 	"\aproject\x18\x01 \x01(\tR\aproject\x12\x10\n" +
 	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
@@ -715,7 +723,8 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"noNewPrivs\x12\x1e\n" +
 	"\n" +
 	"durability\x18\x14 \x01(\tR\n" +
-	"durability\x1a9\n" +
+	"durability\x12)\n" +
+	"\avolumes\x18\x15 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8b\x01\n" +
@@ -786,38 +795,40 @@ var file_dsec_v1_host_proto_goTypes = []any{
 	(*EnvVar)(nil),             // 10: dsec.v1.EnvVar
 	(*Resources)(nil),          // 11: dsec.v1.Resources
 	(*Lifetime)(nil),           // 12: dsec.v1.Lifetime
-	(*CreateRequest)(nil),      // 13: dsec.v1.CreateRequest
-	(*Capabilities)(nil),       // 14: dsec.v1.Capabilities
-	(*Sandbox)(nil),            // 15: dsec.v1.Sandbox
-	(*PutJobRequest)(nil),      // 16: dsec.v1.PutJobRequest
-	(*CreateResponse)(nil),     // 17: dsec.v1.CreateResponse
-	(*PutJobResponse)(nil),     // 18: dsec.v1.PutJobResponse
+	(*Volume)(nil),             // 13: dsec.v1.Volume
+	(*CreateRequest)(nil),      // 14: dsec.v1.CreateRequest
+	(*Capabilities)(nil),       // 15: dsec.v1.Capabilities
+	(*Sandbox)(nil),            // 16: dsec.v1.Sandbox
+	(*PutJobRequest)(nil),      // 17: dsec.v1.PutJobRequest
+	(*CreateResponse)(nil),     // 18: dsec.v1.CreateResponse
+	(*PutJobResponse)(nil),     // 19: dsec.v1.PutJobResponse
 }
 var file_dsec_v1_host_proto_depIdxs = []int32{
 	8,  // 0: dsec.v1.Spec.labels:type_name -> dsec.v1.Spec.LabelsEntry
 	10, // 1: dsec.v1.Spec.env:type_name -> dsec.v1.EnvVar
 	11, // 2: dsec.v1.Spec.resources:type_name -> dsec.v1.Resources
 	12, // 3: dsec.v1.Spec.lifetime:type_name -> dsec.v1.Lifetime
-	2,  // 4: dsec.v1.HostCreateRequest.spec:type_name -> dsec.v1.Spec
-	13, // 5: dsec.v1.HostCreateRequest.request:type_name -> dsec.v1.CreateRequest
-	14, // 6: dsec.v1.HostStatusResponse.backends:type_name -> dsec.v1.Capabilities
-	9,  // 7: dsec.v1.HostStatusResponse.doctor:type_name -> dsec.v1.HostStatusResponse.DoctorEntry
-	15, // 8: dsec.v1.FindKeyResponse.sandbox:type_name -> dsec.v1.Sandbox
-	0,  // 9: dsec.v1.InfoService.GetInfo:input_type -> dsec.v1.GetInfoRequest
-	3,  // 10: dsec.v1.HostService.Create:input_type -> dsec.v1.HostCreateRequest
-	4,  // 11: dsec.v1.HostService.Status:input_type -> dsec.v1.HostStatusRequest
-	6,  // 12: dsec.v1.HostService.FindKey:input_type -> dsec.v1.FindKeyRequest
-	16, // 13: dsec.v1.HostService.PutJob:input_type -> dsec.v1.PutJobRequest
-	1,  // 14: dsec.v1.InfoService.GetInfo:output_type -> dsec.v1.GetInfoResponse
-	17, // 15: dsec.v1.HostService.Create:output_type -> dsec.v1.CreateResponse
-	5,  // 16: dsec.v1.HostService.Status:output_type -> dsec.v1.HostStatusResponse
-	7,  // 17: dsec.v1.HostService.FindKey:output_type -> dsec.v1.FindKeyResponse
-	18, // 18: dsec.v1.HostService.PutJob:output_type -> dsec.v1.PutJobResponse
-	14, // [14:19] is the sub-list for method output_type
-	9,  // [9:14] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	13, // 4: dsec.v1.Spec.volumes:type_name -> dsec.v1.Volume
+	2,  // 5: dsec.v1.HostCreateRequest.spec:type_name -> dsec.v1.Spec
+	14, // 6: dsec.v1.HostCreateRequest.request:type_name -> dsec.v1.CreateRequest
+	15, // 7: dsec.v1.HostStatusResponse.backends:type_name -> dsec.v1.Capabilities
+	9,  // 8: dsec.v1.HostStatusResponse.doctor:type_name -> dsec.v1.HostStatusResponse.DoctorEntry
+	16, // 9: dsec.v1.FindKeyResponse.sandbox:type_name -> dsec.v1.Sandbox
+	0,  // 10: dsec.v1.InfoService.GetInfo:input_type -> dsec.v1.GetInfoRequest
+	3,  // 11: dsec.v1.HostService.Create:input_type -> dsec.v1.HostCreateRequest
+	4,  // 12: dsec.v1.HostService.Status:input_type -> dsec.v1.HostStatusRequest
+	6,  // 13: dsec.v1.HostService.FindKey:input_type -> dsec.v1.FindKeyRequest
+	17, // 14: dsec.v1.HostService.PutJob:input_type -> dsec.v1.PutJobRequest
+	1,  // 15: dsec.v1.InfoService.GetInfo:output_type -> dsec.v1.GetInfoResponse
+	18, // 16: dsec.v1.HostService.Create:output_type -> dsec.v1.CreateResponse
+	5,  // 17: dsec.v1.HostService.Status:output_type -> dsec.v1.HostStatusResponse
+	7,  // 18: dsec.v1.HostService.FindKey:output_type -> dsec.v1.FindKeyResponse
+	19, // 19: dsec.v1.HostService.PutJob:output_type -> dsec.v1.PutJobResponse
+	15, // [15:20] is the sub-list for method output_type
+	10, // [10:15] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_host_proto_init() }

@@ -41,11 +41,12 @@ type CreateRequest struct {
 	Entrypoint      []string               `protobuf:"bytes,16,rep,name=entrypoint,proto3" json:"entrypoint,omitempty"` // started after birth; its end ends the sandbox
 	BestEffort      bool                   `protobuf:"varint,17,opt,name=best_effort,json=bestEffort,proto3" json:"best_effort,omitempty"`
 	NoNewPrivs      bool                   `protobuf:"varint,18,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
-	Durability      string                 `protobuf:"bytes,19,opt,name=durability,proto3" json:"durability,omitempty"`                                   // process (default) | host
+	Durability      string                 `protobuf:"bytes,19,opt,name=durability,proto3" json:"durability,omitempty"`                                   // process (default) | host | store
 	DeadlineMs      int64                  `protobuf:"varint,20,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`                // of this create; default 60,000
 	Image           string                 `protobuf:"bytes,21,opt,name=image,proto3" json:"image,omitempty"`                                             // OCI reference instead of an environment: python:3.12, ghcr.io/org/app@sha256:...
 	Pull            string                 `protobuf:"bytes,22,opt,name=pull,proto3" json:"pull,omitempty"`                                               // missing (default) | always: see ImageService.Pull
 	ImageEntrypoint bool                   `protobuf:"varint,23,opt,name=image_entrypoint,json=imageEntrypoint,proto3" json:"image_entrypoint,omitempty"` // start the image's own entrypoint and command as the sandbox's entrypoint
+	Volumes         []*Volume              `protobuf:"bytes,24,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -239,6 +240,13 @@ func (x *CreateRequest) GetImageEntrypoint() bool {
 		return x.ImageEntrypoint
 	}
 	return false
+}
+
+func (x *CreateRequest) GetVolumes() []*Volume {
+	if x != nil {
+		return x.Volumes
+	}
+	return nil
 }
 
 type CreateResponse struct {
@@ -1345,7 +1353,7 @@ var File_dsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\x84\x06\n" +
+	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\xaf\x06\n" +
 	"\rCreateRequest\x12 \n" +
 	"\venvironment\x18\x01 \x01(\tR\venvironment\x12\x16\n" +
 	"\x06layers\x18\x02 \x03(\tR\x06layers\x12\x18\n" +
@@ -1377,7 +1385,8 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"deadlineMs\x12\x14\n" +
 	"\x05image\x18\x15 \x01(\tR\x05image\x12\x12\n" +
 	"\x04pull\x18\x16 \x01(\tR\x04pull\x12)\n" +
-	"\x10image_entrypoint\x18\x17 \x01(\bR\x0fimageEntrypoint\x1a9\n" +
+	"\x10image_entrypoint\x18\x17 \x01(\bR\x0fimageEntrypoint\x12)\n" +
+	"\avolumes\x18\x18 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"V\n" +
@@ -1511,58 +1520,60 @@ var file_dsec_v1_sandbox_proto_goTypes = []any{
 	(*Resources)(nil),            // 22: dsec.v1.Resources
 	(*Lifetime)(nil),             // 23: dsec.v1.Lifetime
 	(*EnvVar)(nil),               // 24: dsec.v1.EnvVar
-	(*Sandbox)(nil),              // 25: dsec.v1.Sandbox
-	(*ItemError)(nil),            // 26: dsec.v1.ItemError
-	(*Selector)(nil),             // 27: dsec.v1.Selector
-	(*SelectorResult)(nil),       // 28: dsec.v1.SelectorResult
+	(*Volume)(nil),               // 25: dsec.v1.Volume
+	(*Sandbox)(nil),              // 26: dsec.v1.Sandbox
+	(*ItemError)(nil),            // 27: dsec.v1.ItemError
+	(*Selector)(nil),             // 28: dsec.v1.Selector
+	(*SelectorResult)(nil),       // 29: dsec.v1.SelectorResult
 }
 var file_dsec_v1_sandbox_proto_depIdxs = []int32{
 	20, // 0: dsec.v1.CreateRequest.labels:type_name -> dsec.v1.CreateRequest.LabelsEntry
 	22, // 1: dsec.v1.CreateRequest.resources:type_name -> dsec.v1.Resources
 	23, // 2: dsec.v1.CreateRequest.lifetime:type_name -> dsec.v1.Lifetime
 	24, // 3: dsec.v1.CreateRequest.env:type_name -> dsec.v1.EnvVar
-	25, // 4: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
-	0,  // 5: dsec.v1.CreateBatchRequest.request:type_name -> dsec.v1.CreateRequest
-	25, // 6: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	26, // 7: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
-	25, // 8: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
-	27, // 9: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
-	25, // 10: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	26, // 11: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
-	27, // 12: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
-	23, // 13: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
-	25, // 14: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
-	27, // 15: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
-	27, // 16: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
-	19, // 17: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
-	21, // 18: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
-	0,  // 19: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
-	2,  // 20: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
-	4,  // 21: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
-	6,  // 22: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
-	8,  // 23: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
-	9,  // 24: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
-	11, // 25: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
-	12, // 26: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
-	13, // 27: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
-	15, // 28: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
-	17, // 29: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
-	1,  // 30: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
-	3,  // 31: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
-	5,  // 32: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
-	7,  // 33: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
-	28, // 34: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
-	10, // 35: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
-	28, // 36: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
-	28, // 37: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
-	14, // 38: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
-	16, // 39: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
-	18, // 40: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
-	30, // [30:41] is the sub-list for method output_type
-	19, // [19:30] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	25, // 4: dsec.v1.CreateRequest.volumes:type_name -> dsec.v1.Volume
+	26, // 5: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
+	0,  // 6: dsec.v1.CreateBatchRequest.request:type_name -> dsec.v1.CreateRequest
+	26, // 7: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	27, // 8: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
+	26, // 9: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
+	28, // 10: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
+	26, // 11: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	27, // 12: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
+	28, // 13: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
+	23, // 14: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
+	26, // 15: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
+	28, // 16: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
+	28, // 17: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
+	19, // 18: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
+	21, // 19: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
+	0,  // 20: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
+	2,  // 21: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
+	4,  // 22: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
+	6,  // 23: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
+	8,  // 24: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
+	9,  // 25: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
+	11, // 26: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
+	12, // 27: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
+	13, // 28: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
+	15, // 29: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
+	17, // 30: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
+	1,  // 31: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
+	3,  // 32: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
+	5,  // 33: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
+	7,  // 34: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
+	29, // 35: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
+	10, // 36: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
+	29, // 37: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
+	29, // 38: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
+	14, // 39: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
+	16, // 40: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
+	18, // 41: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
+	31, // [31:42] is the sub-list for method output_type
+	20, // [20:31] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_sandbox_proto_init() }

@@ -343,6 +343,7 @@ type Sandbox struct {
 	NoNewPrivs    bool                   `protobuf:"varint,26,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
 	Summary       *Summary               `protobuf:"bytes,27,opt,name=summary,proto3" json:"summary,omitempty"` // set once it has ended
 	Verdict       *Verdict               `protobuf:"bytes,28,opt,name=verdict,proto3" json:"verdict,omitempty"` // the latest that was attached
+	Volumes       []*Volume              `protobuf:"bytes,29,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -573,6 +574,66 @@ func (x *Sandbox) GetVerdict() *Verdict {
 	return nil
 }
 
+func (x *Sandbox) GetVolumes() []*Volume {
+	if x != nil {
+		return x.Volumes
+	}
+	return nil
+}
+
+// Volume is a layer that is mounted read-only at a path, as for data sets. Writes there fail; a snapshot does not hold it.
+type Volume struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Layer         string                 `protobuf:"bytes,1,opt,name=layer,proto3" json:"layer,omitempty"` // in a request id, name or name@version; in an answer the id
+	Path          string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`   // absolute; made when it is missing
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Volume) Reset() {
+	*x = Volume{}
+	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Volume) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Volume) ProtoMessage() {}
+
+func (x *Volume) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Volume.ProtoReflect.Descriptor instead.
+func (*Volume) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Volume) GetLayer() string {
+	if x != nil {
+		return x.Layer
+	}
+	return ""
+}
+
+func (x *Volume) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
 // Summary adds up the steps of an ended sandbox.
 type Summary struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -593,7 +654,7 @@ type Summary struct {
 
 func (x *Summary) Reset() {
 	*x = Summary{}
-	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	mi := &file_dsec_v1_types_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -605,7 +666,7 @@ func (x *Summary) String() string {
 func (*Summary) ProtoMessage() {}
 
 func (x *Summary) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[5]
+	mi := &file_dsec_v1_types_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -618,7 +679,7 @@ func (x *Summary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Summary.ProtoReflect.Descriptor instead.
 func (*Summary) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Summary) GetSteps() int64 {
@@ -712,7 +773,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	mi := &file_dsec_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -724,7 +785,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[6]
+	mi := &file_dsec_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -737,7 +798,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Verdict) GetKey() string {
@@ -789,7 +850,7 @@ type StreamEnd struct {
 
 func (x *StreamEnd) Reset() {
 	*x = StreamEnd{}
-	mi := &file_dsec_v1_types_proto_msgTypes[7]
+	mi := &file_dsec_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -801,7 +862,7 @@ func (x *StreamEnd) String() string {
 func (*StreamEnd) ProtoMessage() {}
 
 func (x *StreamEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[7]
+	mi := &file_dsec_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -814,7 +875,7 @@ func (x *StreamEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamEnd.ProtoReflect.Descriptor instead.
 func (*StreamEnd) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StreamEnd) GetTotal() int64 {
@@ -878,7 +939,7 @@ type Outcome struct {
 
 func (x *Outcome) Reset() {
 	*x = Outcome{}
-	mi := &file_dsec_v1_types_proto_msgTypes[8]
+	mi := &file_dsec_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -890,7 +951,7 @@ func (x *Outcome) String() string {
 func (*Outcome) ProtoMessage() {}
 
 func (x *Outcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[8]
+	mi := &file_dsec_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -903,7 +964,7 @@ func (x *Outcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Outcome.ProtoReflect.Descriptor instead.
 func (*Outcome) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Outcome) GetKind() string {
@@ -1039,7 +1100,7 @@ type Selector struct {
 
 func (x *Selector) Reset() {
 	*x = Selector{}
-	mi := &file_dsec_v1_types_proto_msgTypes[9]
+	mi := &file_dsec_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1051,7 +1112,7 @@ func (x *Selector) String() string {
 func (*Selector) ProtoMessage() {}
 
 func (x *Selector) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[9]
+	mi := &file_dsec_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1064,7 +1125,7 @@ func (x *Selector) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Selector.ProtoReflect.Descriptor instead.
 func (*Selector) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Selector) GetIds() []string {
@@ -1112,7 +1173,7 @@ type SelectorResult struct {
 
 func (x *SelectorResult) Reset() {
 	*x = SelectorResult{}
-	mi := &file_dsec_v1_types_proto_msgTypes[10]
+	mi := &file_dsec_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1185,7 @@ func (x *SelectorResult) String() string {
 func (*SelectorResult) ProtoMessage() {}
 
 func (x *SelectorResult) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[10]
+	mi := &file_dsec_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1198,7 @@ func (x *SelectorResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SelectorResult.ProtoReflect.Descriptor instead.
 func (*SelectorResult) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SelectorResult) GetSandboxes() []*Sandbox {
@@ -1166,7 +1227,7 @@ type ItemError struct {
 
 func (x *ItemError) Reset() {
 	*x = ItemError{}
-	mi := &file_dsec_v1_types_proto_msgTypes[11]
+	mi := &file_dsec_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1178,7 +1239,7 @@ func (x *ItemError) String() string {
 func (*ItemError) ProtoMessage() {}
 
 func (x *ItemError) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_types_proto_msgTypes[11]
+	mi := &file_dsec_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1191,7 +1252,7 @@ func (x *ItemError) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ItemError.ProtoReflect.Descriptor instead.
 func (*ItemError) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_dsec_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ItemError) GetId() string {
@@ -1248,7 +1309,7 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\x05Cause\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\tR\x05class\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x16\n" +
-	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xd1\b\n" +
+	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xfc\b\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
@@ -1282,14 +1343,18 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\fno_new_privs\x18\x1a \x01(\bR\n" +
 	"noNewPrivs\x12*\n" +
 	"\asummary\x18\x1b \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
-	"\averdict\x18\x1c \x01(\v2\x10.dsec.v1.VerdictR\averdict\x1a9\n" +
+	"\averdict\x18\x1c \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12)\n" +
+	"\avolumes\x18\x1d \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a8\n" +
 	"\n" +
 	"NotesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9e\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"2\n" +
+	"\x06Volume\x12\x14\n" +
+	"\x05layer\x18\x01 \x01(\tR\x05layer\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\"\x9e\x02\n" +
 	"\aSummary\x12\x14\n" +
 	"\x05steps\x18\x01 \x01(\x03R\x05steps\x12\x1a\n" +
 	"\bcommands\x18\x02 \x01(\x03R\bcommands\x12\x16\n" +
@@ -1370,52 +1435,54 @@ func file_dsec_v1_types_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_types_proto_rawDescData
 }
 
-var file_dsec_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_dsec_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_dsec_v1_types_proto_goTypes = []any{
 	(*Resources)(nil),             // 0: dsec.v1.Resources
 	(*Lifetime)(nil),              // 1: dsec.v1.Lifetime
 	(*EnvVar)(nil),                // 2: dsec.v1.EnvVar
 	(*Cause)(nil),                 // 3: dsec.v1.Cause
 	(*Sandbox)(nil),               // 4: dsec.v1.Sandbox
-	(*Summary)(nil),               // 5: dsec.v1.Summary
-	(*Verdict)(nil),               // 6: dsec.v1.Verdict
-	(*StreamEnd)(nil),             // 7: dsec.v1.StreamEnd
-	(*Outcome)(nil),               // 8: dsec.v1.Outcome
-	(*Selector)(nil),              // 9: dsec.v1.Selector
-	(*SelectorResult)(nil),        // 10: dsec.v1.SelectorResult
-	(*ItemError)(nil),             // 11: dsec.v1.ItemError
-	nil,                           // 12: dsec.v1.Sandbox.LabelsEntry
-	nil,                           // 13: dsec.v1.Sandbox.NotesEntry
-	nil,                           // 14: dsec.v1.Selector.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 15: google.protobuf.Timestamp
-	(*structpb.Struct)(nil),       // 16: google.protobuf.Struct
+	(*Volume)(nil),                // 5: dsec.v1.Volume
+	(*Summary)(nil),               // 6: dsec.v1.Summary
+	(*Verdict)(nil),               // 7: dsec.v1.Verdict
+	(*StreamEnd)(nil),             // 8: dsec.v1.StreamEnd
+	(*Outcome)(nil),               // 9: dsec.v1.Outcome
+	(*Selector)(nil),              // 10: dsec.v1.Selector
+	(*SelectorResult)(nil),        // 11: dsec.v1.SelectorResult
+	(*ItemError)(nil),             // 12: dsec.v1.ItemError
+	nil,                           // 13: dsec.v1.Sandbox.LabelsEntry
+	nil,                           // 14: dsec.v1.Sandbox.NotesEntry
+	nil,                           // 15: dsec.v1.Selector.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*structpb.Struct)(nil),       // 17: google.protobuf.Struct
 }
 var file_dsec_v1_types_proto_depIdxs = []int32{
-	12, // 0: dsec.v1.Sandbox.labels:type_name -> dsec.v1.Sandbox.LabelsEntry
+	13, // 0: dsec.v1.Sandbox.labels:type_name -> dsec.v1.Sandbox.LabelsEntry
 	3,  // 1: dsec.v1.Sandbox.cause:type_name -> dsec.v1.Cause
 	0,  // 2: dsec.v1.Sandbox.resources:type_name -> dsec.v1.Resources
 	1,  // 3: dsec.v1.Sandbox.lifetime:type_name -> dsec.v1.Lifetime
-	15, // 4: dsec.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
-	15, // 5: dsec.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
-	15, // 6: dsec.v1.Sandbox.idle_deadline:type_name -> google.protobuf.Timestamp
-	15, // 7: dsec.v1.Sandbox.total_deadline:type_name -> google.protobuf.Timestamp
-	13, // 8: dsec.v1.Sandbox.notes:type_name -> dsec.v1.Sandbox.NotesEntry
-	5,  // 9: dsec.v1.Sandbox.summary:type_name -> dsec.v1.Summary
-	6,  // 10: dsec.v1.Sandbox.verdict:type_name -> dsec.v1.Verdict
-	16, // 11: dsec.v1.Verdict.metadata:type_name -> google.protobuf.Struct
-	15, // 12: dsec.v1.Verdict.time:type_name -> google.protobuf.Timestamp
-	7,  // 13: dsec.v1.Outcome.stdout:type_name -> dsec.v1.StreamEnd
-	7,  // 14: dsec.v1.Outcome.stderr:type_name -> dsec.v1.StreamEnd
-	15, // 15: dsec.v1.Outcome.started:type_name -> google.protobuf.Timestamp
-	15, // 16: dsec.v1.Outcome.ended:type_name -> google.protobuf.Timestamp
-	14, // 17: dsec.v1.Selector.labels:type_name -> dsec.v1.Selector.LabelsEntry
-	4,  // 18: dsec.v1.SelectorResult.sandboxes:type_name -> dsec.v1.Sandbox
-	11, // 19: dsec.v1.SelectorResult.errors:type_name -> dsec.v1.ItemError
-	20, // [20:20] is the sub-list for method output_type
-	20, // [20:20] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	16, // 4: dsec.v1.Sandbox.created:type_name -> google.protobuf.Timestamp
+	16, // 5: dsec.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
+	16, // 6: dsec.v1.Sandbox.idle_deadline:type_name -> google.protobuf.Timestamp
+	16, // 7: dsec.v1.Sandbox.total_deadline:type_name -> google.protobuf.Timestamp
+	14, // 8: dsec.v1.Sandbox.notes:type_name -> dsec.v1.Sandbox.NotesEntry
+	6,  // 9: dsec.v1.Sandbox.summary:type_name -> dsec.v1.Summary
+	7,  // 10: dsec.v1.Sandbox.verdict:type_name -> dsec.v1.Verdict
+	5,  // 11: dsec.v1.Sandbox.volumes:type_name -> dsec.v1.Volume
+	17, // 12: dsec.v1.Verdict.metadata:type_name -> google.protobuf.Struct
+	16, // 13: dsec.v1.Verdict.time:type_name -> google.protobuf.Timestamp
+	8,  // 14: dsec.v1.Outcome.stdout:type_name -> dsec.v1.StreamEnd
+	8,  // 15: dsec.v1.Outcome.stderr:type_name -> dsec.v1.StreamEnd
+	16, // 16: dsec.v1.Outcome.started:type_name -> google.protobuf.Timestamp
+	16, // 17: dsec.v1.Outcome.ended:type_name -> google.protobuf.Timestamp
+	15, // 18: dsec.v1.Selector.labels:type_name -> dsec.v1.Selector.LabelsEntry
+	4,  // 19: dsec.v1.SelectorResult.sandboxes:type_name -> dsec.v1.Sandbox
+	12, // 20: dsec.v1.SelectorResult.errors:type_name -> dsec.v1.ItemError
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_types_proto_init() }
@@ -1423,14 +1490,14 @@ func file_dsec_v1_types_proto_init() {
 	if File_dsec_v1_types_proto != nil {
 		return
 	}
-	file_dsec_v1_types_proto_msgTypes[6].OneofWrappers = []any{}
+	file_dsec_v1_types_proto_msgTypes[7].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_types_proto_rawDesc), len(file_dsec_v1_types_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

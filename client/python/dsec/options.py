@@ -39,6 +39,7 @@ class CreateOptions(TypedDict, total=False):
     best_effort: bool
     no_new_privs: bool
     durability: str  # process | host | store
+    volumes: Mapping[str, str]  # path -> layer that is seen there, read-only
     deadline: float  # seconds that the create may take
 
 

@@ -84,6 +84,18 @@ func (b *Backend) deliverOnce(ctx context.Context, c *keeper.Client) error {
 	return c.Deliver(ctx)
 }
 
+// mountedLayers are all that a sandbox has mounted: its stack and its volumes.
+func mountedLayers(s *sandbox.Spec) []string {
+	if len(s.Volumes) == 0 {
+		return s.Layers
+	}
+	out := append([]string{}, s.Layers...)
+	for _, v := range s.Volumes {
+		out = append(out, v.Layer)
+	}
+	return out
+}
+
 // make takes what the sandbox needs, in the order that teardown undoes.
 func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err error) {
 	b := x.b
@@ -99,15 +111,17 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	}
 	x.upper, x.limit, x.note = u.Dir, u.Limit, u.Note
 
-	if err := b.mounts.acquire(ctx, c, b.layers, x.spec.Layers); err != nil {
+	used := mountedLayers(x.spec)
+	if err := b.mounts.acquire(ctx, c, b.layers, used); err != nil {
 		return err
 	}
-	x.undo.push("release layers", func(context.Context) error { b.mounts.release(x.spec.Layers); return nil })
+	x.undo.push("release layers", func(context.Context) error { b.mounts.release(used); return nil })
 
 	birth := &keeper.Birth{
 		ID: x.id, Layers: x.spec.Layers, UpperDir: u.Dir, WorkDir: u.Work, UIDBase: b.slots.uid(x.slot),
 		Hostname: x.spec.Hostname, Resources: x.spec.Resources, Network: x.spec.Network, Env: x.spec.Env,
 		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp, Events: b.cfg.Events,
+		Volumes: x.spec.Volumes,
 	}
 	if open {
 		if err := b.net.setUp(); err != nil {

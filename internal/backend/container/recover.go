@@ -48,8 +48,9 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 	}
 	x.undo.push("remove upper", func(ctx context.Context) error { return b.uppers.Remove(ctx, string(id)) })
 	if ok {
-		b.mounts.hold(spec.Layers)
-		x.undo.push("release layers", func(context.Context) error { b.mounts.release(spec.Layers); return nil })
+		used := mountedLayers(spec)
+		b.mounts.hold(used)
+		x.undo.push("release layers", func(context.Context) error { b.mounts.release(used); return nil })
 	}
 	if h.Ifindex != 0 {
 		// The rules may have been flushed while nobody looked, and a resolver is served by this process.
