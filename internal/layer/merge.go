@@ -85,7 +85,7 @@ func (c *Catalogue) mergeLayers(ctx context.Context, ids []ID, keep bool) (Descr
 	}
 	defer draft.discard()
 	t := newTree(draft.image, opt)
-	front, err := t.adopt(ctx, root, hot)
+	front, err := t.adopt(ctx, root, wholeFiles(hot))
 	if err != nil {
 		return Descriptor{}, err
 	}
@@ -332,15 +332,15 @@ func (c *Catalogue) alone(ctx context.Context, id ID) (root *erofs.Inode, list [
 // Relayout stores a layer anew with the contents of the hot files in front, in this order, and as two files in any case. Its ID and
 // what refers to it stay. Who has the earlier form open can go on: Sweep removes it after its age.
 func (c *Catalogue) Relayout(ctx context.Context, id ID, hot []string) (Descriptor, error) {
-	d, err := c.relayout(ctx, id, hot)
+	d, err := c.relayout(ctx, id, "", func(root *erofs.Inode) []part { return wholeFiles(hotFiles(root, hot)) })
 	if err != nil {
 		return Descriptor{}, fmt.Errorf("lay out layer %s: %w", id, err)
 	}
 	return d, nil
 }
 
-func (c *Catalogue) relayout(ctx context.Context, id ID, hot []string) (Descriptor, error) {
-	s, err := c.source(ctx, id)
+func (c *Catalogue) relayout(ctx context.Context, id ID, data string, hot func(root *erofs.Inode) []part) (Descriptor, error) {
+	s, err := c.sourceOf(ctx, id, data)
 	if err != nil {
 		return Descriptor{}, err
 	}
@@ -351,7 +351,7 @@ func (c *Catalogue) relayout(ctx context.Context, id ID, hot []string) (Descript
 	}
 	defer draft.discard()
 	t := newTree(draft.image, Options{Parents: s.d.Parents, Limits: noLimits})
-	front, err := t.adopt(ctx, s.root, hotFiles(s.root, hot))
+	front, err := t.adopt(ctx, s.root, hot(s.root))
 	if err != nil {
 		return Descriptor{}, err
 	}

@@ -35,13 +35,24 @@ func (s *source) close() {
 
 // source opens a layer's first whole form.
 func (c *Catalogue) source(ctx context.Context, id ID) (*source, error) {
+	return c.sourceOf(ctx, id, "")
+}
+
+// sourceOf opens the form with these contents; "" is any.
+func (c *Catalogue) sourceOf(ctx context.Context, id ID, data string) (*source, error) {
 	d, err := c.Descriptor(ctx, id)
 	if err != nil {
 		return nil, err
 	}
 	s := &source{d: d}
 	err = fmt.Errorf("has no form that can be read: %w", sandbox.ErrUnsupported)
+	if data != "" {
+		err = fmt.Errorf("has no contents %.80s: %w", data, sandbox.ErrNotFound)
+	}
 	for _, f := range d.Forms {
+		if data != "" && (f.Data == nil || f.Data.Digest != data) {
+			continue
+		}
 		if err = c.openForm(ctx, f, s); err == nil {
 			return s, nil
 		}
@@ -233,16 +244,3 @@ func eachFile(root *erofs.Inode, visit func(path string, in *erofs.Inode) error)
 
 // noLimits is for trees that were built within limits.
 var noLimits = Limits{Entries: 1 << 40, Bytes: 1 << 60, Depth: 1 << 30, Xattrs: 1 << 40}
-
-// adopt fills a tree with one that was read; its contents are taken over, those of the hot files first.
-func (t *tree) adopt(ctx context.Context, root *erofs.Inode, hot []*erofs.Inode) (front int64, err error) {
-	t.root = root
-	t.linked = linkedIn(root)
-	return inOrder(root, hot, t.image.Size, func(path string, in *erofs.Inode) error {
-		from := in.Data.Reader()
-		if from == nil {
-			return fmt.Errorf("entry %.200q: its content is not there: %w", path, sandbox.ErrLost)
-		}
-		return t.content(path, in, &contextReader{ctx, from}, in.Data.Size)
-	})
-}

@@ -108,12 +108,18 @@ func (t *tree) content(path string, in *erofs.Inode, r io.Reader, size int64) er
 	}
 	in.Data = c
 	t.bytes += size
-	if in.Mode&0o111 != 0 {
-		if m, ok := machine(head.b); ok {
-			t.arch[m]++
-		}
-	}
+	t.note(in, head.b)
 	return nil
+}
+
+// note looks at a file's first octets for the machine that it is for.
+func (t *tree) note(in *erofs.Inode, head []byte) {
+	if in.Mode&0o111 == 0 {
+		return
+	}
+	if m, ok := machine(head); ok {
+		t.arch[m]++
+	}
 }
 
 // peek keeps the first octets that are read through it.
