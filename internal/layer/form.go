@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"sync"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/layer/erofs"
@@ -146,26 +147,34 @@ func (c *Catalogue) verify(ctx context.Context, f Form) error {
 
 func digestText(sum [sha256.Size]byte) string { return idPrefix + hex.EncodeToString(sum[:]) }
 
-// digestOf reads an object once and returns its digest and the sha256 of each of its units.
+// digestOf reads an object once and returns its digest and the sha256 of each of its units. Both hashes run at the same time.
 func digestOf(ctx context.Context, r io.ReaderAt, size int64) (digest string, units []byte, err error) {
 	h := sha256.New()
-	buf := make([]byte, UnitSize)
-	for at := int64(0); at < size; {
+	var bufs [2][]byte
+	var hashing sync.WaitGroup
+	defer hashing.Wait()
+	for at, n := int64(0), 0; at < size; n++ {
 		if err := ctx.Err(); err != nil {
 			return "", nil, err
 		}
-		part := buf[:min(UnitSize, size-at)]
+		buf := &bufs[n%2]
+		if *buf == nil {
+			*buf = make([]byte, min(UnitSize, size))
+		}
+		part := (*buf)[:min(UnitSize, size-at)]
 		if n, err := r.ReadAt(part, at); n < len(part) {
 			if err == nil || errors.Is(err, io.EOF) {
 				err = io.ErrUnexpectedEOF
 			}
 			return "", nil, fmt.Errorf("digest: read %d of %d octets: %w", at+int64(n), size, err)
 		}
-		h.Write(part)
+		hashing.Wait() // for the other buffer
+		hashing.Go(func() { h.Write(part) })
 		sum := sha256.Sum256(part)
 		units = append(units, sum[:]...)
 		at += int64(len(part))
 	}
+	hashing.Wait()
 	return digestText([sha256.Size]byte(h.Sum(nil))), units, nil
 }
 
