@@ -45,6 +45,7 @@ type settings struct {
 		Stall  string   `toml:"stall"` // duration; "0s" never ends a body
 	} `toml:"gateway"`
 	Images imageSettings `toml:"images"`
+	Blobs  blobSettings  `toml:"blobs"`
 	Store  []struct {
 		At string `toml:"at"`
 	} `toml:"store"`

@@ -60,6 +60,7 @@ type machine struct {
 	backend *container.Backend
 	log     *trajectory.Log
 	pool    *upper.Pool
+	blobs   *blob.Supervisor // nil: layers that are not local are fetched whole
 	guest   *os.File
 	token   string
 	id      sandbox.HostID
@@ -115,9 +116,14 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if p.settings.Host.DiskReserve == "" {
 		hc.DiskReserve = diskReserve(hc.DiskReserve, m.pool.Describe().Total)
 	}
-	layers, err := blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(p.State, "layers")}, layer.New(nil, st), st, nil, logger)
+	layers, blobs, err := p.openLayers(m.id, f.Stores, st, cc.RunDir, logger)
 	if err != nil {
 		return nil, err
+	}
+	if m.blobs = blobs; blobs != nil {
+		if err := reg.Register(blobFigures{blobs}); err != nil {
+			return nil, err
+		}
 	}
 	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger}); err != nil {
 		return nil, err
@@ -230,6 +236,9 @@ func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...
 	inner.Go(func() error { return m.log.Run(run) })
 	inner.Go(func() error { return m.pool.Run(run) })
 	inner.Go(func() error { return m.backend.Run(run) })
+	if m.blobs != nil {
+		inner.Go(func() error { return m.blobs.Run(run) })
+	}
 	if err := m.backend.WaitReady(ctx); err != nil {
 		return err
 	}
@@ -265,7 +274,11 @@ func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...
 func (m *machine) stopAll() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	return errors.Join(m.host.StopAll(ctx), m.backend.Release(ctx))
+	err := errors.Join(m.host.StopAll(ctx), m.backend.Release(ctx))
+	if m.blobs != nil { // after the keeper, whose mounts read through it
+		err = errors.Join(err, m.blobs.Stop(ctx))
+	}
+	return err
 }
 
 // entry is a gateway with what it stands on.

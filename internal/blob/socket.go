@@ -33,7 +33,7 @@ const (
 )
 
 type call struct {
-	Op      string `json:"op"` // hello, open, stats, reads, stop
+	Op      string `json:"op"` // hello, open, stats, reads, fuse, stop
 	Data    *Data  `json:"data,omitempty"`
 	Digest  string `json:"digest,omitempty"`
 	Reset   bool   `json:"reset,omitempty"`
@@ -227,6 +227,12 @@ func (s *Server) handle(ctx context.Context, q call) (a answer, file *os.File, e
 			return a, nil, fmt.Errorf("blob %s: %w", q.Digest, sandbox.ErrNotFound)
 		}
 		a.Ranges = b.log.take(q.Reset)
+	case "fuse": // for a park
+		fd, err := unix.FcntlInt(uintptr(s.conn.fd), unix.F_DUPFD_CLOEXEC, 3)
+		if err != nil {
+			return a, nil, fmt.Errorf("blobd: fuse: %w", err)
+		}
+		return a, os.NewFile(uintptr(fd), "/dev/fuse"), nil
 	case "stop":
 	default:
 		return a, nil, fmt.Errorf("blobd: call %.40q: %w", q.Op, sandbox.ErrUnsupported)

@@ -21,7 +21,8 @@ import (
 type Park interface {
 	// Park keeps descriptors under a name, in place of what was there. The caller's stay its own.
 	Park(ctx context.Context, name, note string, files ...*os.File) error
-	// Parked returns new descriptors of what is kept; sandbox.ErrNotFound when nothing is.
+	// Parked returns new descriptors of what is kept; sandbox.ErrNotFound when nothing is. Both fail with sandbox.ErrLost while there
+	// is no keeper.
 	Parked(ctx context.Context, name string) (note string, files []*os.File, err error)
 }
 
@@ -53,6 +54,7 @@ type Supervisor struct {
 	mount   *os.File
 	failure error // why there is no daemon, or nil
 	ended   bool
+	stopped bool // Stop was called: a daemon that ends is not started again
 	starts  int
 }
 
@@ -75,6 +77,8 @@ func NewSupervisor(cfg SupervisorConfig, park Park, log *slog.Logger) (*Supervis
 const (
 	startBound  = 15 * time.Second // of a daemon's start, with the end of the one before
 	steadyAfter = 10 * time.Second // a daemon that lived so long is started again at once
+	keeperPoll  = 20 * time.Millisecond
+	parkPoll    = time.Second
 	firstWait   = 100 * time.Millisecond
 	longestWait = 5 * time.Second
 )
@@ -82,21 +86,25 @@ const (
 // Run supervises until ctx ends; the daemon goes on then. See Stop.
 func (s *Supervisor) Run(ctx context.Context) error {
 	defer s.finish()
-	if !s.lives(ctx) { // one that an earlier host started is needed already
-		select {
-		case <-s.start:
-		case <-ctx.Done():
-			return nil
-		}
+	if !s.needed(ctx) {
+		return nil
 	}
 	wait := time.Duration(0)
 	for {
 		began := time.Now()
 		err := s.watch(ctx)
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || s.isStopped() {
 			return nil
 		}
 		s.setDown(err)
+		if errors.Is(err, sandbox.ErrLost) && time.Since(began) < keeperPoll { // no keeper yet
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(keeperPoll):
+			}
+			continue
+		}
 		if time.Since(began) > steadyAfter {
 			wait = 0
 		}
@@ -108,6 +116,43 @@ func (s *Supervisor) Run(ctx context.Context) error {
 		}
 		wait = min(max(2*wait, firstWait), longestWait)
 	}
+}
+
+func (s *Supervisor) isStopped() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.stopped
+}
+
+// needed waits until somebody wants a blob, or finds that an earlier host's daemon or its connection is there.
+func (s *Supervisor) needed(ctx context.Context) bool {
+	for {
+		if s.lives(ctx) {
+			return true
+		}
+		t := time.NewTimer(keeperPoll)
+		if s.keeperAnswers(ctx) {
+			t.Stop() // and has nothing of ours
+			t = time.NewTimer(time.Hour)
+		}
+		select {
+		case <-s.start:
+			t.Stop()
+			return true
+		case <-ctx.Done():
+			t.Stop()
+			return false
+		case <-t.C:
+		}
+	}
+}
+
+func (s *Supervisor) keeperAnswers(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, startBound)
+	defer cancel()
+	_, files, err := s.park.Parked(ctx, parkName)
+	closeFiles(files)
+	return !errors.Is(err, sandbox.ErrLost)
 }
 
 func (s *Supervisor) finish() {
@@ -175,9 +220,45 @@ func (s *Supervisor) watch(ctx context.Context) error {
 	s.setUp()
 	stop := context.AfterFunc(ctx, func() { c.Close() })
 	defer stop()
-	var b [1]byte
-	_, err = c.c.Read(b[:]) // it says nothing: this ends with it
-	return fmt.Errorf("blobd: connection: %w", err)
+	for {
+		c.c.SetReadDeadline(time.Now().Add(parkPoll))
+		var b [1]byte
+		_, err := c.c.Read(b[:]) // it says nothing: this ends with it
+		if !errors.Is(err, os.ErrDeadlineExceeded) || ctx.Err() != nil {
+			return fmt.Errorf("blobd: connection: %w", err)
+		}
+		if err := s.parkAgain(ctx, mark); err != nil {
+			s.log.Warn("blobd: its connection is not parked", "err", err)
+		}
+	}
+}
+
+// parkAgain gives the connection to a keeper that came in place of one that died.
+func (s *Supervisor) parkAgain(ctx context.Context, mark string) error {
+	ctx, cancel := context.WithTimeout(ctx, startBound)
+	defer cancel()
+	_, files, err := s.park.Parked(ctx, parkName)
+	closeFiles(files)
+	if err == nil || errors.Is(err, sandbox.ErrLost) || !errors.Is(err, sandbox.ErrNotFound) {
+		return nil // the next look tells
+	}
+	c, err := Dial(ctx, s.cfg.RunDir)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	_, fuse, err := c.call(ctx, call{Op: "fuse"})
+	if err != nil {
+		return err
+	}
+	if fuse == nil {
+		return fmt.Errorf("blobd: no descriptor came: %w", sandbox.ErrInvalid)
+	}
+	defer fuse.Close()
+	s.mu.Lock()
+	mount := s.mount
+	s.mu.Unlock()
+	return s.park.Park(ctx, parkName, mark, fuse, mount)
 }
 
 // connection returns the parked FUSE connection, or makes a file system and parks it.
@@ -396,8 +477,11 @@ func (s *Supervisor) Stats(ctx context.Context) (st Stats, starts int, err error
 }
 
 // Stop ends the daemon of a run folder, if one lives, and removes what it left on the machine except its cache. For a host that ends
-// with its sandboxes, after the keeper has let go of the connection; Run has returned.
+// with its sandboxes, after the keeper has let go of the connection.
 func (s *Supervisor) Stop(ctx context.Context) error {
+	s.mu.Lock()
+	s.stopped = true
+	s.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, startBound)
 	defer cancel()
 	if c, err := Dial(ctx, s.cfg.RunDir); err == nil {

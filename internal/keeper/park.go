@@ -168,13 +168,13 @@ func (p *park) talk(c *conn) {
 // Park is the park of the keeper of a run folder. Descriptors that lie there live as long as the keeper.
 type Park struct{ dir string }
 
-// NewPark names the keeper's run folder; the keeper need not run yet.
+// NewPark names the keeper's run folder. While no keeper runs there, calls fail with sandbox.ErrLost.
 func NewPark(dir string) *Park { return &Park{dir} }
 
 func (p *Park) call(ctx context.Context, o op, r parkRequest, files []*os.File) (note string, fds []int, err error) {
 	d, err := os.Open(p.dir)
 	if err != nil {
-		return "", nil, fmt.Errorf("keeper: open run folder: %w", err)
+		return "", nil, fmt.Errorf("keeper: open run folder: %w: %w", sandbox.ErrLost, err)
 	}
 	defer d.Close()
 	ctx, cancel := context.WithTimeout(ctx, parkBound)
@@ -182,7 +182,7 @@ func (p *Park) call(ctx context.Context, o op, r parkRequest, files []*os.File) 
 	var dialer net.Dialer
 	nc, err := dialer.DialContext(ctx, "unix", fmt.Sprintf("/proc/self/fd/%d/%s", d.Fd(), ParkName))
 	if err != nil {
-		return "", nil, fmt.Errorf("keeper: dial its park: %w", err)
+		return "", nil, fmt.Errorf("keeper: dial its park: %w: %w", sandbox.ErrLost, err)
 	}
 	defer nc.Close()
 	at, _ := ctx.Deadline()
