@@ -79,7 +79,7 @@ const (
 	steadyAfter = 10 * time.Second // a daemon that lived so long is started again at once
 	keeperPoll  = 20 * time.Millisecond
 	parkPoll    = time.Second
-	firstWait   = 100 * time.Millisecond
+	firstWait   = 20 * time.Millisecond
 	longestWait = 5 * time.Second
 )
 

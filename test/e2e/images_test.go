@@ -1,0 +1,233 @@
+package e2e
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/dsec-dev/dsec/client"
+	"github.com/dsec-dev/dsec/internal/blob"
+	"github.com/dsec-dev/dsec/internal/store/storetest"
+)
+
+// s3Server is an S3 server in this process, reached over a slow link.
+type s3Server struct {
+	*storetest.MemoryS3
+	args []string // of a service
+	env  []string
+}
+
+func newRemote(t testing.TB) *s3Server {
+	t.Helper()
+	dir := ownDir(t)
+	r := &s3Server{MemoryS3: storetest.NewS3(dir)}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: r}
+	go server.Serve(l)
+	t.Cleanup(func() { server.Close() })
+	r.args = []string{"--store", fmt.Sprintf("s3://%s/e2e?endpoint=http://%s&path_style=true", storetest.Bucket, l.Addr())}
+	r.env = []string{"AWS_ACCESS_KEY_ID=" + storetest.AccessKey, "AWS_SECRET_ACCESS_KEY=" + storetest.SecretKey}
+	return r
+}
+
+// onDemand is a `dsec up` whose layers lie in a store that is not local.
+func onDemand(t testing.TB, r *s3Server, conf string, args ...string) *service {
+	t.Helper()
+	s := newService(ownDir(t), "up", append(withDefaults(r.args), args...)...)
+	s.env, s.conf = r.env, conf
+	return start(t, s)
+}
+
+// blobd is the blob daemon's process; 0: none lives.
+func (s *service) blobd() int {
+	for _, p := range processes() {
+		if strings.Contains(p.args, " blobd --run "+filepath.Join(s.run, "blobd-")) && !strings.Contains(p.name, "zombie") {
+			return p.pid
+		}
+	}
+	return 0
+}
+
+func (s *service) blobStats(t testing.TB) blob.Stats {
+	t.Helper()
+	c, err := blob.Dial(within(t), filepath.Join(s.run, "blobd-"+s.instance()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	st, err := c.Stats(within(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return st
+}
+
+// bigLayer is a layer with a file of so many MiB whose sum is known.
+func bigLayer(t testing.TB, s *service, seed uint64, mib int) (layer, sum string) {
+	t.Helper()
+	data := storetest.Random(seed, mib<<20)
+	return s.layer(t, tarOf(entry{name: "srv/big", data: string(data)})), sumOf(data)
+}
+
+func sumOf(data []byte) string {
+	sum := sha256.Sum256(data)
+	return hex.EncodeToString(sum[:])
+}
+
+func TestSandboxesStartFromAStoreThatIsNotLocal(t *testing.T) {
+	r := newRemote(t)
+	s := onDemand(t, r, "")
+	small := s.small(t)
+	big, sum := bigLayer(t, s, 1, 40)
+	sb := s.box(t, func(o *client.Options) { o.Layers = []string{small, big} })
+	if got := out(t, sb, "echo hello"); got != "hello\n" {
+		t.Errorf("hello: %q", got)
+	}
+	if st := s.blobStats(t); st.Fetched == 0 || st.Fetched > 20<<20 {
+		t.Errorf("%d octets were fetched for a start; want some, and far fewer than the layers have", st.Fetched)
+	}
+	if got := strings.Fields(out(t, sb, "sha256sum /srv/big"))[0]; got != sum {
+		t.Errorf("sum %s, want %s", got, sum)
+	}
+	before := s.blobStats(t).Fetched
+	second := s.box(t, func(o *client.Options) { o.Layers = []string{small, big} })
+	if got := strings.Fields(out(t, second, "sha256sum /srv/big"))[0]; got != sum {
+		t.Errorf("second sandbox: sum %s, want %s", got, sum)
+	}
+	if after := s.blobStats(t).Fetched; after != before {
+		t.Errorf("a second sandbox fetched %d octets again", after-before)
+	}
+	if b, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(b), "dsec-blobs") {
+		t.Errorf("the daemon's file system is attached to the tree (%v)", err)
+	}
+}
+
+// The daemon killed again and again while sandboxes read: right sums, no error.
+func TestBlobDaemonKilledDuringReads(t *testing.T) {
+	r := newRemote(t)
+	s := onDemand(t, r, "[blobs]\nlimit = \"64m\"\n")
+	small := s.small(t)
+	const boxes = 4
+	var layers, sums [boxes]string
+	var sbs [boxes]*client.Sandbox
+	for i := range boxes {
+		layers[i], sums[i] = bigLayer(t, s, uint64(i+10), 32)
+		sbs[i] = s.box(t, func(o *client.Options) { o.Layers = []string{small, layers[i]} })
+	}
+	first := s.blobd()
+	if first == 0 {
+		t.Fatal("no blob daemon lives")
+	}
+	var wg sync.WaitGroup
+	done := make(chan struct{})
+	for i := range boxes {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			res, err := sbs[i].Run(within(t), sh("sha256sum /srv/big"))
+			if err != nil || !res.OK() {
+				t.Errorf("read: %v, %v", err, res)
+				return
+			}
+			if got := strings.Fields(string(res.Stdout))[0]; got != sums[i] {
+				t.Errorf("sum %s, want %s", got, sums[i])
+			}
+		}()
+	}
+	go func() { wg.Wait(); close(done) }()
+	kills := 0
+	for running := true; running; {
+		select {
+		case <-done:
+			running = false
+		case <-time.After(150 * time.Millisecond):
+			if pid := s.blobd(); pid != 0 && kills < 8 {
+				syscall.Kill(pid, syscall.SIGKILL)
+				kills++
+			}
+		}
+	}
+	if kills < 2 {
+		t.Logf("the reads were over after %d kills", kills)
+	}
+	if got := out(t, sbs[0], "echo alive"); got != "alive\n" {
+		t.Errorf("%q", got)
+	}
+}
+
+// The host dies with its blob daemon while a sandbox reads; its next start serves the read.
+func TestHostAndBlobDaemonKilledDuringARead(t *testing.T) {
+	r := newRemote(t)
+	s := onDemand(t, r, "", "--keep")
+	small := s.small(t)
+	big, sum := bigLayer(t, s, 3, 24)
+	sb := s.box(t, func(o *client.Options) { o.Layers = []string{small, big} })
+	r.SetFault(func(op, _ string) storetest.S3Fault { return storetest.S3Fault{Delay: 150 * time.Millisecond} })
+	if _, err := sb.Start(within(t), client.Cmd{ID: "sum", Argv: []string{"sha256sum", "/srv/big"}}); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(300 * time.Millisecond)
+	daemon := s.blobd()
+	s.kill()
+	syscall.Kill(daemon, syscall.SIGKILL)
+	time.Sleep(200 * time.Millisecond)
+	r.SetFault(nil)
+	if err := s.begin(); err != nil {
+		t.Fatal(err)
+	}
+	res := exe(t, s.client().Sandbox(sb.ID), client.Cmd{ID: "sum", Argv: []string{"sha256sum", "/srv/big"}}) // joins
+	if !res.OK() || strings.Fields(string(res.Stdout))[0] != sum {
+		t.Errorf("%s, want sum %s", describe(res), sum)
+	}
+	if s.blobd() == 0 {
+		t.Error("no blob daemon lives after the restart")
+	}
+	s.stopKept(t)
+}
+
+// The store is dead: reads fail with EIO at the deadline, sandboxes stay and can be stopped, and all is fine afterwards.
+func TestStoreDeadInTheMiddle(t *testing.T) {
+	r := newRemote(t)
+	s := onDemand(t, r, "[blobs]\ndeadline = \"2s\"\n")
+	small := s.small(t)
+	big, sum := bigLayer(t, s, 5, 24)
+	mk := func() *client.Sandbox {
+		return s.box(t, func(o *client.Options) { o.Layers = []string{small, big} })
+	}
+	sb, other := mk(), mk()
+	if got := out(t, sb, "head -c 10 /srv/big | wc -c"); strings.TrimSpace(got) != "10" {
+		t.Fatalf("%q", got)
+	}
+	r.SetFault(func(string, string) storetest.S3Fault { return storetest.S3Fault{Status: 503, Code: "SlowDown"} })
+	res := exe(t, sb, sh("sha256sum /srv/big"))
+	if res.OK() || !strings.Contains(string(res.Stderr), "Input/output error") {
+		t.Errorf("read of a dead store: %s, want an I/O error", describe(res))
+	}
+	if got := out(t, sb, "echo alive"); got != "alive\n" {
+		t.Errorf("%q", got)
+	}
+	// One whose read is stuck is stopped.
+	if _, err := other.Start(within(t), sh("sha256sum /srv/big")); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(200 * time.Millisecond)
+	if err := other.Close(); err != nil {
+		t.Errorf("stop: %v", err)
+	}
+	r.SetFault(nil)
+	if got := strings.Fields(out(t, sb, "sha256sum /srv/big"))[0]; got != sum {
+		t.Errorf("sum afterwards %s, want %s", got, sum)
+	}
+}
