@@ -51,6 +51,7 @@ type cli struct {
 	Gateway gatewayCmd `cmd:"" group:"services" help:"Run a gateway (with its monitor)."`
 	Host    hostCmd    `cmd:"" group:"services" help:"Run a host."`
 	Monitor monitorCmd `cmd:"" group:"services" help:"Watch the hosts and print what they report."`
+	GC      gcCmd      `cmd:"" name:"gc" group:"services" help:"Give back the space of deleted objects in a bucket."`
 	Keeper  keeperCmd  `cmd:"" group:"services" hidden:"" help:"Spawn and hold sandboxes for a host (started by the host)."`
 	Blobd   blobdCmd   `cmd:"" group:"services" hidden:"" help:"Read layers on demand for a host (started by the host)."`
 	Doctor  doctorCmd  `cmd:"" group:"services" help:"Say what this host can do, feature by feature, and why not."`

@@ -22,23 +22,24 @@ const skew = 2 * time.Second
 
 // Report is what Collect found and did. Octets are stored ones.
 type Report struct {
-	Objects   int   // with a manifest
-	Packs     int   // when it began
-	Octets    int64 // of them
-	Live      int64 // octets of chunks that are named, in packs that may be relied on
-	Condemned int   // packs that nobody relies on from now on
-	Rewritten int   // of these, packs from which chunks were taken along
-	Copied    int64
-	Removed   int // packs condemned earlier, which are gone now
-	Freed     int64
+	Objects   int   `json:"objects"`   // with a manifest
+	Packs     int   `json:"packs"`     // when it began
+	Octets    int64 `json:"octets"`    // of them
+	Live      int64 `json:"live"`      // octets of chunks that are named, in packs that may be relied on
+	Condemned int   `json:"condemned"` // packs that nobody relies on from now on
+	Rewritten int   `json:"rewritten"` // of these, packs from which chunks were taken along
+	Copied    int64 `json:"copied"`
+	Removed   int   `json:"removed"` // packs condemned earlier, which are gone now
+	Freed     int64 `json:"freed"`
 	// Damaged lists packs with chunks that are named and broken, or whose index is; they stay as they are.
-	Damaged []string
+	Damaged []string `json:"damaged"`
 }
 
 // collector is one run.
 type collector struct {
 	s      *S3
 	dry    bool
+	grace  time.Duration
 	report Report
 	now    time.Time // the server's, before anything was listed
 	inv    inventory
@@ -57,15 +58,17 @@ type hint struct {
 
 // Collect removes chunks that no manifest names. A pack that has few or none left is condemned: publishers no longer rely on it. A later
 // run removes it, when grace has passed since, so that whoever had relied on it has published by then; what such a one still names is
-// copied first. Grace also is the age below which a pack is not touched, and how long a reader of a deleted object can go on. Publishers and readers may
-// work meanwhile, and a run may end anywhere; only one may run at a time. A manifest that can't be read ends it before anything is removed.
-// With dryRun nothing is written.
+// copied first. Grace also is the age below which a pack is not touched, and how long a reader of a deleted object can go on. Publishers, readers
+// and other collections may work meanwhile, and a run may end anywhere; one that takes half the grace ends itself, since what it has listed is
+// too old then. A manifest that can't be read ends it before anything is removed. With dryRun nothing is written.
 func (s *S3) Collect(ctx context.Context, grace time.Duration, dryRun bool) (Report, error) {
 	if grace < MinGrace {
 		return Report{}, fmt.Errorf("collect: grace %v, at least %v: %w", grace, MinGrace, sandbox.ErrInvalid)
 	}
-	c := &collector{s: s, dry: dryRun, live: map[short]bool{}, hints: map[hint]bool{}, holds: map[packID][]chunk{}, owner: map[short]packID{}}
-	err := c.run(ctx, grace)
+	c := &collector{s: s, dry: dryRun, grace: grace, live: map[short]bool{}, hints: map[hint]bool{}, holds: map[packID][]chunk{}, owner: map[short]packID{}}
+	ctx, cancel := context.WithTimeout(ctx, grace/2)
+	defer cancel()
+	err := c.run(ctx)
 	if err != nil {
 		err = fmt.Errorf("collect: %w", err)
 	}
@@ -73,7 +76,7 @@ func (s *S3) Collect(ctx context.Context, grace time.Duration, dryRun bool) (Rep
 	return c.report, err
 }
 
-func (c *collector) run(ctx context.Context, grace time.Duration) error {
+func (c *collector) run(ctx context.Context) error {
 	var err error
 	if c.inv, err = c.s.inventory(ctx); err != nil {
 		return err
@@ -94,7 +97,7 @@ func (c *collector) run(ctx context.Context, grace time.Duration) error {
 	if err := c.load(ctx); err != nil {
 		return err
 	}
-	old := func(i Info) bool { return i.Modified.Before(c.now.Add(-grace)) }
+	old := func(i Info) bool { return i.Modified.Before(c.now.Add(-c.grace)) }
 	c.own()
 	for _, p := range order(c.inv.dead) {
 		if old(c.inv.dead[p]) {
@@ -240,6 +243,9 @@ func (c *collector) weigh(ctx context.Context, p packID) error {
 	if c.dry {
 		return nil
 	}
+	if err := c.timely(); err != nil {
+		return err
+	}
 	return c.s.put(ctx, deadFolder+p.String(), nil)
 }
 
@@ -259,10 +265,21 @@ func (c *collector) remove(ctx context.Context, p packID) error {
 	if c.dry {
 		return nil
 	}
+	if err := c.timely(); err != nil {
+		return err
+	}
 	for _, folder := range []string{indexFolder, packFolder, deadFolder} {
 		if err := c.s.remove(ctx, folder+p.String()); err != nil {
 			return fmt.Errorf("remove %s%s: %w", folder, p, err)
 		}
+	}
+	return nil
+}
+
+// timely fails when what was listed is too old to act on, by the server's clock.
+func (c *collector) timely() error {
+	if took := time.Unix(c.s.date.Load(), 0).Sub(c.now); took > c.grace/2 {
+		return fmt.Errorf("it took %v, more than half the grace: %w", took, sandbox.ErrState)
 	}
 	return nil
 }
