@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/layer/upper"
 )
@@ -61,6 +62,7 @@ func Doctor(ctx context.Context, stateDir string) []Check {
 		}
 	}()
 	d.erofs()
+	d.onDemand()
 	d.overlay()
 	d.idmap()
 	d.cgroups()
@@ -198,6 +200,16 @@ func (d *doctor) erofs() {
 		return
 	}
 	d.tried("layers (EROFS)", true, err, "mounted from a file without a loop device", "load the module erofs, or use a kernel from 5.19 on")
+}
+
+// onDemand tries what the blob daemon needs; without it layers that are not local are fetched whole.
+func (d *doctor) onDemand() {
+	resend, err := blob.Probe()
+	good := "made a FUSE file system; a daemon that is killed is replaced without an error in a read"
+	if err == nil && !resend {
+		good = "made a FUSE file system; reads that are under way when its daemon is killed fail (kernels from 6.9 on ask again)"
+	}
+	d.tried("layers on demand (FUSE)", false, err, good, "load the module fuse; without it layers that are not local are fetched whole")
 }
 
 func (d *doctor) tinyLayer(file string) error {
