@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sync/semaphore"
 
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/layer"
@@ -33,7 +32,7 @@ const (
 const (
 	maxPulls   = 1024 // under way or waiting
 	pullTime   = 2 * time.Hour
-	pullsAtAll = 16 // that talk to registries at once
+	pullsAtAll = 32 // that talk to registries at once
 )
 
 // Config is what an operator may turn.
@@ -44,7 +43,8 @@ type Config struct {
 	Insecure []string
 	// Recheck is how long a tag's meaning is believed under PullAlways; default 5 min.
 	Recheck time.Duration
-	// Parallel is how many layers are converted at once; default one a CPU and at least 2.
+	// Parallel is how many layers are fetched and converted at once; default two a CPU and at least 8. A project has at most half of
+	// them, of images as well, so that its slow registry does not hold up the others.
 	Parallel int
 	// Arch is of the images that are taken; default this machine's.
 	Arch string
@@ -64,16 +64,16 @@ type Deps struct {
 
 // Images knows the images that became environments, and makes more.
 type Images struct {
-	cfg     Config
-	layers  *layer.Catalogue
-	store   store.Store
-	facts   facts.Facts
-	log     *slog.Logger
-	net     *network
-	now     func() time.Time
-	convSem *semaphore.Weighted
-	pullSem *semaphore.Weighted
-	pause   time.Duration // before a broken blob is taken up again; 0 is the default
+	cfg         Config
+	layers      *layer.Catalogue
+	store       store.Store
+	facts       facts.Facts
+	log         *slog.Logger
+	net         *network
+	now         func() time.Time
+	conversions *shares
+	images      *shares
+	pause       time.Duration // before a broken blob is taken up again; 0 is the default
 
 	mu      sync.Mutex
 	base    context.Context // of pulls that outlive their caller; nil before Run
@@ -88,13 +88,13 @@ func New(cfg Config, d Deps) *Images {
 		cfg.Recheck = 5 * time.Minute
 	}
 	if cfg.Parallel <= 0 {
-		cfg.Parallel = max(2, runtime.GOMAXPROCS(0))
+		cfg.Parallel = max(8, 2*runtime.GOMAXPROCS(0))
 	}
 	if cfg.Arch == "" {
 		cfg.Arch = runtime.GOARCH
 	}
 	return &Images{cfg: cfg, layers: d.Layers, store: d.Store, facts: d.Facts, log: d.Log, net: newNetwork(cfg.Insecure), now: time.Now,
-		convSem: semaphore.NewWeighted(int64(cfg.Parallel)), pullSem: semaphore.NewWeighted(pullsAtAll),
+		conversions: newShares(cfg.Parallel), images: newShares(pullsAtAll),
 		pulls: map[string]*flight[*Image]{}, layersF: map[string]*flight[*record]{}}
 }
 
@@ -244,10 +244,11 @@ func (im *Images) background(key string, do func(context.Context) (*Image, error
 }
 
 func (im *Images) pull(ctx context.Context, project string, r Ref, p Pull) (*Image, error) {
-	if err := im.pullSem.Acquire(ctx, 1); err != nil {
+	done, err := im.images.take(ctx, project)
+	if err != nil {
 		return nil, err
 	}
-	defer im.pullSem.Release(1)
+	defer done()
 	own := im.credential(ctx, project)
 	src, err := newRemote(im.net, r, im.cfg.Mirrors[r.Host], func(host string) (Credential, error) {
 		if host == r.Host && p.Credential != (Credential{}) {
@@ -385,10 +386,11 @@ func (im *Images) once(ctx context.Context, project string, t blobOf, fix map[st
 }
 
 func (im *Images) slot(ctx context.Context, project string, t blobOf, fix map[string]folder, tell func(state string, done int64)) (*record, error) {
-	if err := im.convSem.Acquire(ctx, 1); err != nil {
+	done, err := im.conversions.take(ctx, project)
+	if err != nil {
 		return nil, err
 	}
-	defer im.convSem.Release(1)
+	defer done()
 	var n, told int64
 	tell("converting", 0)
 	return im.convert(ctx, project, t, fix, func(k int64) {

@@ -851,3 +851,42 @@ func TestDataOfOtherMachines(t *testing.T) {
 		t.Error(d)
 	}
 }
+
+func TestSlowConnections(t *testing.T) {
+	b := &blobReader{since: time.Now().Add(-2 * stallTime), at: slowOctets - 1}
+	if !b.slow() || b.slow() {
+		t.Error("too little in a stretch is slow, and a new stretch begins")
+	}
+	b = &blobReader{since: time.Now().Add(-2 * stallTime), at: slowOctets}
+	if b.slow() {
+		t.Error("enough in a stretch is slow")
+	}
+}
+
+func TestShares(t *testing.T) {
+	s := newShares(4)
+	ctx := within(t)
+	var done []func()
+	take := func(project string) {
+		d, err := s.take(ctx, project)
+		if err != nil {
+			t.Fatal(err)
+		}
+		done = append(done, d)
+	}
+	take("a")
+	take("a")
+	short, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+	defer cancel()
+	if _, err := s.take(short, "a"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a third place of four: %v", err)
+	}
+	take("b")
+	take("b")
+	for _, d := range done {
+		d()
+	}
+	if len(s.own) != 0 {
+		t.Errorf("%d projects are remembered", len(s.own))
+	}
+}

@@ -16,13 +16,8 @@ func (im *Images) Missing(ctx context.Context, project string, diffIDs []string)
 	if len(diffIDs) > maxLayers {
 		return nil, fmt.Errorf("diff_ids: %d given, at most %d: %w", len(diffIDs), maxLayers, sandbox.ErrInvalid)
 	}
-	held, err := im.layers.Layers(ctx, project)
-	if err != nil {
+	if err := sandbox.CheckProject(project); err != nil {
 		return nil, err
-	}
-	mine := map[string]bool{}
-	for _, d := range held {
-		mine[string(d.ID)] = true
 	}
 	var out []string
 	for _, d := range diffIDs {
@@ -31,11 +26,14 @@ func (im *Images) Missing(ctx context.Context, project string, diffIDs []string)
 		}
 		// Only what the project holds already is left out: a push does not tell what others have.
 		r, err := im.peek(ctx, d)
-		if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
-			return nil, err
+		if err == nil {
+			_, err = im.layers.Lookup(ctx, project, string(r.Layer))
 		}
-		if err != nil || !mine[string(r.Layer)] {
+		switch {
+		case errors.Is(err, sandbox.ErrNotFound):
 			out = append(out, d)
+		case err != nil:
+			return nil, err
 		}
 	}
 	return out, nil
@@ -49,10 +47,11 @@ func (im *Images) PushLayer(ctx context.Context, project, diffID string, body io
 	if err := sandbox.CheckProject(project); err != nil {
 		return "", err
 	}
-	if err := im.convSem.Acquire(ctx, 1); err != nil {
+	done, err := im.conversions.take(ctx, project)
+	if err != nil {
 		return "", err
 	}
-	defer im.convSem.Release(1)
+	defer done()
 	r, err := im.convert(ctx, project, blobOf{diffID: diffID, arch: im.cfg.Arch, open: func(context.Context) (io.ReadCloser, error) { return io.NopCloser(body), nil }}, nil, nil)
 	if err != nil {
 		return "", err

@@ -22,7 +22,9 @@ import (
 const (
 	maxManifest = 4 << 20 // octets, of a manifest or a config
 	stallTime   = 60 * time.Second
-	maxBreaks   = 8 // of one blob without progress between them
+	slowOctets  = 64 << 10 // in stallTime: a connection that gives less is broken off
+	maxBreaks   = 8        // of one blob without progress between them
+	maxSlows    = 5
 )
 
 // Credential is what is shown to a registry.
@@ -245,9 +247,13 @@ type blobReader struct {
 	at     int64
 	place  int
 	breaks int
+	slows  int
 	body   io.ReadCloser
 	stop   context.CancelFunc
 	watch  *time.Timer
+
+	since time.Time // of the present stretch
+	had   int64     // octets at its start
 }
 
 func (b *blobReader) connect() error {
@@ -316,7 +322,19 @@ func (b *blobReader) ask(e *endpoint) error {
 		return fail(e.failed(act, transport.CheckError(res, http.StatusOK)))
 	}
 	b.body, b.stop, b.watch = res.Body, stop, watch
+	b.since, b.had = time.Now(), b.at
 	return nil
+}
+
+// slow reports whether the present connection gives next to nothing.
+func (b *blobReader) slow() bool {
+	now := time.Now()
+	if now.Sub(b.since) < stallTime {
+		return false
+	}
+	slow := b.at-b.had < slowOctets
+	b.since, b.had = now, b.at
+	return slow
 }
 
 // watched puts off a timer with every read.
@@ -348,6 +366,13 @@ func (b *blobReader) Read(p []byte) (int, error) {
 		if n > 0 {
 			b.at += int64(n)
 			b.breaks = 0
+			if b.slow() {
+				b.drop()
+				b.place++
+				if b.slows++; b.slows >= maxSlows {
+					return 0, fmt.Errorf("blob %s: gives less than %d octets in %v: %w", b.digest, slowOctets, stallTime, ErrRegistry)
+				}
+			}
 		}
 		switch {
 		case b.at > b.size:
