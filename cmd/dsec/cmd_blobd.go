@@ -45,6 +45,7 @@ type blobSettings struct {
 	Fetches   int    `toml:"fetches"`
 	DirectIO  bool   `toml:"direct_io"`
 	Whole     bool   `toml:"whole"`
+	Seen      bool   `toml:"seen"`
 	MetaLimit string `toml:"meta_limit"` // size
 }
 
@@ -94,7 +95,7 @@ func (p *places) openLayers(id sandbox.HostID, stores []string, st store.Store, 
 	} else if !s.Whole {
 		logger.Warn("no /dev/fuse: layers that are not local are fetched whole")
 	}
-	l, err := blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(p.State, "layers"), Limit: metaLimit, Direct: s.DirectIO}, layer.New(nil, st), st, opener, logger)
+	l, err := blob.NewLayers(blob.LayersConfig{Dir: filepath.Join(p.State, "layers"), Limit: metaLimit, Direct: s.DirectIO, Seen: s.Seen}, layer.New(nil, st), st, opener, logger)
 	return l, sup, err
 }
 

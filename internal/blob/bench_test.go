@@ -58,15 +58,20 @@ func BenchmarkWarmRandom(b *testing.B) {
 	}
 }
 
-// BenchmarkColdSequential reads what a store in memory has, with nothing in the cache.
+// BenchmarkColdSequential reads what a store in memory has, near or far, with nothing in the cache.
 func BenchmarkColdSequential(b *testing.B) {
-	r, f, d := benchFile(b, 64, false)
-	b.SetBytes(d.Size)
-	for b.Loop() {
-		do(b, readAll(f, d.Size))
-		b.StopTimer()
-		r.server.node(nodeOf(d.Digest[len(prefix):])).empty()
-		b.StartTimer()
+	for _, delay := range []time.Duration{0, 10 * time.Millisecond} {
+		b.Run(delay.String(), func(b *testing.B) {
+			r, f, d := benchFile(b, 64, false)
+			r.store.set(func() { r.store.delay = func(int64, int) time.Duration { return delay } })
+			b.SetBytes(d.Size)
+			for b.Loop() {
+				do(b, readAll(f, d.Size))
+				b.StopTimer()
+				r.server.node(nodeOf(d.Digest[len(prefix):])).empty()
+				b.StartTimer()
+			}
+		})
 	}
 }
 

@@ -60,6 +60,9 @@ type blob struct {
 	source   *source // open object of the store, or nil
 	ahead    bool    // hot octets are being fetched
 
+	streamMu sync.Mutex
+	streams  [streams]stream // the latest first
+
 	log readLog
 }
 

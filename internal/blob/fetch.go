@@ -175,7 +175,7 @@ func (b *blob) readStore(ctx context.Context, i int) ([]byte, error) {
 		return nil, err
 	}
 	buf := make([]byte, b.data.unitLen(i))
-	n, err := src.r.ReadAt(buf, int64(i)*UnitSize)
+	n, err := store.ReadAt(ctx, src.r, buf, int64(i)*UnitSize)
 	if n == len(buf) {
 		err = nil
 	} else if err == nil || err == io.EOF {
@@ -304,6 +304,51 @@ func (b *blob) prefetch(ctx context.Context, n int) {
 		case room <- struct{}{}:
 		case <-ctx.Done():
 			return
+		}
+	}
+}
+
+const (
+	streams     = 8         // sequential readers of one blob that are told apart
+	aheadAfter  = 3 << 20   // octets read in a row before more is fetched than was asked for
+	aheadUnits  = 4         // how far at most
+	streamSlack = 256 << 10 // readers of one file come a little out of order: the kernel reads ahead in parts
+)
+
+// stream is a reader that goes on where it stopped.
+type stream struct{ next, run int64 }
+
+// ahead fetches what a sequential reader will want: one that reads a large file from front to end waits for the link once, not for each
+// unit. Few octets read in a row fetch nothing more than was asked for.
+func (s *Server) ahead(b *blob, off, n int64) {
+	b.streamMu.Lock()
+	found := -1
+	for k := range b.streams {
+		if d := off - b.streams[k].next; b.streams[k].run > 0 && d <= streamSlack && d >= -streamSlack {
+			found = k
+			break
+		}
+	}
+	if found < 0 {
+		copy(b.streams[1:], b.streams[:streams-1])
+		b.streams[0] = stream{off + n, n}
+		b.streamMu.Unlock()
+		return
+	}
+	st := b.streams[found]
+	st.run += n
+	st.next = max(st.next, off+n)
+	copy(b.streams[1:found+1], b.streams[:found])
+	b.streams[0] = st
+	b.streamMu.Unlock()
+	if st.run < aheadAfter {
+		return
+	}
+	units := min(int(st.run/aheadAfter), aheadUnits)
+	first := int((off + n - 1) / UnitSize)
+	for i := first + 1; i <= first+units && i < b.data.count(); i++ {
+		if !b.ready(int64(i)*UnitSize, b.data.unitLen(i)) && s.recent.get(b, i) == nil {
+			b.join(i, true)
 		}
 	}
 }

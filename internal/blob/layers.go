@@ -44,11 +44,14 @@ type LayersConfig struct {
 	Dir    string // whole objects: metadata, and what can't be read on demand; on a disk, of this host alone
 	Limit  int64  // of Dir, in octets; 0 is 4 GiB
 	Direct bool   // ask for direct reads of the cache's files
+	// Seen reads all contents through the daemon, local ones too, so that it can tell what was read.
+	Seen bool
 }
 
 // Opener opens blobs on demand; *Supervisor does.
 type Opener interface {
 	Open(ctx context.Context, d Data) (*os.File, error)
+	OpenSeen(ctx context.Context, d Data) (*os.File, error)
 }
 
 // Layers finds the files of layers: where the store's are files of this machine that the kernel can mount, these; else metadata that was
@@ -132,8 +135,10 @@ func (l *Layers) form(ctx context.Context, f layer.Form) (files LayerFiles, err 
 		}
 		return files, err
 	}
-	if files.Data, err = l.local(f.Data.Digest, f.Data.Size); err != nil {
-		return files, fmt.Errorf("its contents: %w", err)
+	if !l.cfg.Seen || l.blobs == nil {
+		if files.Data, err = l.local(f.Data.Digest, f.Data.Size); err != nil {
+			return files, fmt.Errorf("its contents: %w", err)
+		}
 	}
 	if !ours && !l.mountable(files.Meta, nil) {
 		if err = l.replace(ctx, &files, f); err != nil {
@@ -167,7 +172,11 @@ func (l *Layers) replace(ctx context.Context, files *LayerFiles, f layer.Form) e
 
 func (l *Layers) contents(ctx context.Context, d layer.Data) (*os.File, error) {
 	if l.blobs != nil {
-		f, err := l.blobs.Open(ctx, Data(d))
+		open := l.blobs.Open
+		if l.cfg.Seen {
+			open = l.blobs.OpenSeen
+		}
+		f, err := open(ctx, Data(d))
 		if !errors.Is(err, sandbox.ErrUnsupported) {
 			return f, err
 		}

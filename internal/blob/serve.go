@@ -155,8 +155,11 @@ func (s *Server) read(r request) error {
 		return s.conn.fail(r.unique, 0)
 	}
 	b.log.note(b.data.Size, off, int64(n))
+	s.ahead(b, off, int64(n))
 	if b.ready(off, n) {
-		return s.answerRead(s.ctx, b, r.unique, off, n)
+		if done, err := s.answerCached(b, r.unique, off, n); done {
+			return err
+		}
 	}
 	// It waits for the store. The kernel's queue holds what is more than the bound.
 	select {
@@ -182,6 +185,25 @@ func (s *Server) read(r request) error {
 		}
 	})
 	return nil
+}
+
+// answerCached answers a read from the cache alone; not done when a part was evicted just now.
+func (s *Server) answerCached(b *blob, unique uint64, off int64, n int) (done bool, err error) {
+	p := buffers.Get().(*[]byte)
+	defer buffers.Put(p)
+	buf := (*p)[:headerOut+n]
+	out := buf[headerOut:]
+	for at := 0; at < n; {
+		i := int((off + int64(at)) / UnitSize)
+		in := (off + int64(at)) % UnitSize
+		part := min(n-at, UnitSize-int(in))
+		if !b.cached(i, out[at:at+part], in) {
+			return false, nil
+		}
+		at += part
+	}
+	s.metrics.hit.Add(int64(n))
+	return true, s.conn.reply(unique, 0, buf)
 }
 
 func (s *Server) answerRead(ctx context.Context, b *blob, unique uint64, off int64, n int) error {

@@ -487,11 +487,12 @@ func (s *Supervisor) Stop(ctx context.Context) error {
 	if c, err := Dial(ctx, s.cfg.RunDir); err == nil {
 		err := c.Stop(ctx)
 		c.Close()
-		if err != nil {
+		var remote *remoteError
+		if errors.As(err, &remote) {
 			return err
 		}
 	}
-	// Its end is told by its lock.
+	// It may end by itself, when nobody has its file system any more. Its end is told by its lock.
 	f, err := os.OpenFile(filepath.Join(s.cfg.RunDir, lockName), os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
