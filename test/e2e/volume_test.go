@@ -81,3 +81,23 @@ func TestVolumes(t *testing.T) {
 		t.Errorf("by the command: %s (%v)", out, err)
 	}
 }
+
+// A host that was killed takes sandboxes back with their volumes, and lets the layers go when they are stopped.
+func TestVolumesAfterACrash(t *testing.T) {
+	t.Parallel()
+	s := own(t)
+	other := s.layer(t, tarOf(entry{name: "o", data: "other"}))
+	sb := s.box(t, func(o *client.Options) { o.Volumes = map[string]string{"/data": other} })
+	s.kill()
+	must(t, s.begin())
+	sb, err := s.client().Get(within(t), sb.ID)
+	must(t, err)
+	want(t, exe(t, sb, sh("cat /data/o")), 0, "other", "")
+	if len(sb.Data.Volumes) != 1 || sb.Data.Volumes[0].Layer != other {
+		t.Errorf("told as %v", sb.Data.Volumes)
+	}
+	must(t, sb.Stop(within(t)))
+	again := s.box(t, func(o *client.Options) { o.Volumes = map[string]string{"/data": other} })
+	want(t, exe(t, again, sh("cat /data/o")), 0, "other", "")
+	must(t, again.Stop(within(t)))
+}
