@@ -43,6 +43,9 @@ func (x *runCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
+	if err := x.fetch(ctx, cl); err != nil {
+		return err
+	}
 	if o.Key == "" {
 		o.Key = fmt.Sprintf("run-%d-%d", os.Getpid(), time.Now().UnixNano())
 	}

@@ -67,6 +67,15 @@ func (f *sandboxFlags) options() (client.Options, error) {
 		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort}, nil
 }
 
+// fetch imports the image before the create, whose deadline is made for starting sandboxes, and shows how far it is.
+func (f *sandboxFlags) fetch(ctx context.Context, cl *client.Client) error {
+	if f.Image == "" {
+		return nil
+	}
+	_, err := cl.PullImage(ctx, &dsecv1.PullRequest{Ref: f.Image, Policy: f.Pull}, pullMeter())
+	return err
+}
+
 type createCmd struct {
 	sandboxFlags
 	Count int  `short:"n" help:"How many." default:"1"`
@@ -80,6 +89,9 @@ func (x *createCmd) Run(ctx context.Context, c *cli) error {
 	}
 	cl, err := c.client(ctx)
 	if err != nil {
+		return err
+	}
+	if err := x.fetch(ctx, cl); err != nil {
 		return err
 	}
 	if x.Count == 1 {
