@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/rpc"
@@ -68,7 +69,13 @@ func (h *Host) finish(b *box) {
 		return
 	}
 	b.quiet()
-	state, cause, recs := b.endings()
+	var ends map[string]sandbox.Outcome
+	if e, ok := inst.(interface {
+		Ends() map[string]sandbox.Outcome
+	}); ok {
+		ends = e.Ends()
+	}
+	state, cause, recs := b.endings(ends)
 	h.record(b, append(recs, endOf(state, cause, b.sumUp(cause, used))))
 	h.close(b, state, cause)
 }
@@ -110,8 +117,8 @@ func (b *box) quiet() {
 	b.mu.Unlock()
 }
 
-// endings is how the sandbox and its open steps end.
-func (b *box) endings() (sandbox.State, sandbox.Cause, []trajectory.Record) {
+// endings is how the sandbox and its open steps end. told is what the backend knows of commands that the end of the sandbox ended.
+func (b *box) endings(told map[string]sandbox.Outcome) (sandbox.State, sandbox.Cause, []trajectory.Record) {
 	now := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -130,7 +137,16 @@ func (b *box) endings() (sandbox.State, sandbox.Cause, []trajectory.Record) {
 			continue
 		}
 		o := sandbox.Outcome{Kind: kind, Started: s.started, Ended: now, Usage: sandbox.Usage{MemoryPeak: -1}}
+		if kind == sandbox.Killed {
+			o.Signal, o.Error = 9, "ended with its sandbox: "+strings.TrimSpace(string(cause.Class)+" "+cause.Reason)
+		}
 		if s.act == tagCommand {
+			if t, ok := told[s.id]; ok {
+				if kind == sandbox.Killed && t.Kind == sandbox.TimedOut {
+					o.Kind, o.Error = t.Kind, ""
+				}
+				o.MemoryHit, o.PidsHit, o.DiskHit, o.Shared, o.Usage = t.MemoryHit, t.PidsHit, t.DiskHit, t.Shared, t.Usage
+			}
 			o.Stdout, o.Stderr = s.cut(sandbox.Stdout), s.cut(sandbox.Stderr)
 		}
 		if o.Kind == sandbox.Unknown {

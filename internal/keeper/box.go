@@ -5,7 +5,9 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -477,21 +479,43 @@ func (b *box) setDeadline(kind DeadlineKind, at time.Time, cause sandbox.Cause) 
 }
 
 // destroy ends a sandbox and removes everything of it.
-func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) error {
+func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) ([]CommandEnd, error) {
 	b, err := k.box(id)
 	if errors.Is(err, sandbox.ErrNotFound) {
-		return nil
+		return nil, nil
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	b.abort()
 	select {
 	case <-b.settled:
 	case <-ctx.Done():
-		return fmt.Errorf("destroy %s: its birth does not end: %w", id, ctx.Err())
+		return nil, fmt.Errorf("destroy %s: its birth does not end: %w", id, ctx.Err())
 	}
-	return k.remove(ctx, b)
+	if err := k.remove(ctx, b); err != nil {
+		return nil, err
+	}
+	return b.killedEnds(), nil
+}
+
+// maxEnds bounds an answer.
+const maxEnds = 1000
+
+// killedEnds are the ends of the commands that the end of the sandbox ended. Nobody else tells them any more.
+func (b *box) killedEnds() (ends []CommandEnd) {
+	b.mu.Lock()
+	cmds := slices.Collect(maps.Values(b.cmds))
+	b.mu.Unlock()
+	for _, c := range cmds {
+		c.mu.Lock()
+		o, ended := c.outcome, c.exited && !c.hidden
+		c.mu.Unlock()
+		if ended && (o.Kind == sandbox.Killed || o.Kind == sandbox.TimedOut) && len(ends) < maxEnds {
+			ends = append(ends, CommandEnd{Command: c.id, Outcome: o})
+		}
+	}
+	return ends
 }
 
 // remove removes a sandbox that no birth works on any more. What is gone already is no error.

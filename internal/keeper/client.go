@@ -151,8 +151,24 @@ func (c *Client) Create(ctx context.Context, b *Birth) (*Born, error) {
 // Destroy ends a sandbox and returns when no process, mount, cgroup or namespace of it is left. Events of it that were not
 // acknowledged are dropped. An unknown ID is no error.
 func (c *Client) Destroy(ctx context.Context, id sandbox.ID) error {
-	return c.do(ctx, opDestroy, &boxRequest{id}, nil)
+	_, err := c.DestroyTelling(ctx, id)
+	return err
 }
+
+// DestroyTelling is Destroy that answers how the commands ended that still ran; no event tells of them.
+func (c *Client) DestroyTelling(ctx context.Context, id sandbox.ID) ([]CommandEnd, error) {
+	var r destroyResponse
+	err := c.do(ctx, opDestroy, &boxRequest{id}, &r)
+	return r.Ends, err
+}
+
+// CommandEnd is the end of a command that its sandbox's end caused.
+type CommandEnd struct {
+	Command string
+	Outcome sandbox.Outcome
+}
+
+type destroyResponse struct{ Ends []CommandEnd }
 
 // List returns every sandbox the keeper holds, ended ones too until Destroy.
 func (c *Client) List(ctx context.Context) ([]Alive, error) {
@@ -308,7 +324,7 @@ func (c *Client) call(ctx context.Context, o op, req, resp any, fds ...int) ([]i
 		if r.err != nil {
 			return nil, r.err
 		}
-		if resp != nil {
+		if resp != nil && len(r.body) > 0 { // nothing to tell, or a keeper of before there was
 			if err := decodeValue(r.body, resp); err != nil {
 				closeAll(r.fds)
 				return nil, err

@@ -435,6 +435,9 @@ func (c *command) onExited(m wire.Exited) error {
 	}
 	timedOut, stopped := c.timedOut, c.stopped
 	c.mu.Unlock()
+	c.b.mu.Lock()
+	stopped = stopped || c.b.killed != nil // with its whole sandbox
+	c.b.mu.Unlock()
 	ws := unix.WaitStatus(m.Status)
 	o := sandbox.Outcome{}
 	switch {

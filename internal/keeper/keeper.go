@@ -302,7 +302,7 @@ func (k *Keeper) destroyAll() error {
 			defer wg.Done()
 			ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 			defer cancel()
-			if err := k.destroy(ctx, b.id); err != nil {
+			if _, err := k.destroy(ctx, b.id); err != nil {
 				select {
 				case errs <- err:
 				default:

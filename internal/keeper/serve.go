@@ -246,7 +246,11 @@ func (l *link) handleBox(ctx context.Context, f frame) (resp any, fds []int, err
 		if err := decodeValue(f.body, &r); err != nil {
 			return nil, nil, err
 		}
-		return nil, nil, k.destroy(ctx, r.Box)
+		ends, err := k.destroy(ctx, r.Box)
+		if err != nil || len(ends) == 0 {
+			return nil, nil, err
+		}
+		return &destroyResponse{ends}, nil, nil
 	case opStart:
 		var r startRequest
 		b, err := l.decodeFor(f, &r, func() sandbox.ID { return r.Box })

@@ -177,5 +177,14 @@ func (x *instance) endProcesses(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return c.Destroy(ctx, x.id)
+	ends, err := c.DestroyTelling(ctx, x.id)
+	if len(ends) > 0 {
+		x.mu.Lock()
+		x.ends = map[string]sandbox.Outcome{}
+		for _, e := range ends {
+			x.ends[e.Command] = e.Outcome
+		}
+		x.mu.Unlock()
+	}
+	return err
 }

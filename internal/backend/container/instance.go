@@ -50,6 +50,7 @@ type instance struct {
 	mu     sync.Mutex
 	state  instanceState
 	frozen bool
+	ends   map[string]sandbox.Outcome // of commands that Destroy ended
 }
 
 var _ sandbox.Instance = (*instance)(nil)
@@ -62,6 +63,13 @@ func (x *instance) Notes() map[string]string {
 		return nil
 	}
 	return map[string]string{"disk": x.note}
+}
+
+// Ends are how the commands ended that Destroy found running.
+func (x *instance) Ends() map[string]sandbox.Outcome {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.ends
 }
 
 func (x *instance) setState(s instanceState) {
