@@ -150,6 +150,9 @@ func (l *Log) write(p *placing) (lsn, first uint64, err error) {
 		if full = noSpace(err); err != nil && !full {
 			return 0, 0, err
 		}
+		if full {
+			l.kick() // what the store has may go from here
+		}
 		l.mu.Lock()
 	}
 	first = l.place(p)

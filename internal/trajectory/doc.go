@@ -21,6 +21,6 @@
 // Sealed segments are packed (pack.go), copied to the store and, under pressure, read from there (far.go). For durability store the tail
 // of the log goes there in batches, guarded by an epoch (ship.go).
 //
-// Lock order: sealMu, epochMu, allocMu, blobMu, then mu. No I/O happens under mu. Callers of Append write and sync themselves, one leading for all
+// Lock order: formMu, sealMu, epochMu, allocMu, blobMu, then mu. No I/O happens under mu. Callers of Append write and sync themselves, one leading for all
 // that wait (a channel hand-over costs more than the write); Run only does what can wait: sealing, allocating ahead, retention.
 package trajectory

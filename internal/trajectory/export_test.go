@@ -4,13 +4,16 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"hash/crc32"
 )
 
 // For the tests of this folder alone.
 
 // Maintain does what Run does, once.
-func (l *Log) Maintain(ctx context.Context) error { return l.maintain(ctx) }
+func (l *Log) Maintain(ctx context.Context) error {
+	return errors.Join(l.maintain(ctx), l.tidy(ctx))
+}
 
 // sign sets the lengths' and checksums' fields of a header to what they must be.
 func sign(h, body []byte) []byte {

@@ -54,8 +54,8 @@ func (l *Log) store(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	l.sealMu.Lock()
-	defer l.sealMu.Unlock()
+	l.formMu.Lock()
+	defer l.formMu.Unlock()
 	for ctx.Err() == nil {
 		l.mu.Lock()
 		var s *segment

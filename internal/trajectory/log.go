@@ -90,14 +90,16 @@ func bootID() (id [16]byte) {
 
 // Log is the ordered log of a host. Its methods are safe for concurrent use.
 type Log struct {
-	cfg  Config
-	fs   FS
-	log  *slog.Logger
-	temp atomic.Uint64
-	lock io.Closer
-	work chan struct{} // wakes Run
+	cfg   Config
+	fs    FS
+	log   *slog.Logger
+	temp  atomic.Uint64
+	lock  io.Closer
+	work  chan struct{} // wakes Run: to seal and allocate
+	later chan struct{} // to do what can take its time
 
-	sealMu  sync.Mutex // who seals, removes or rewrites segments
+	sealMu  sync.Mutex // who seals segments; appenders may wait for it, so what can take its time has another
+	formMu  sync.Mutex // who removes, rewrites, packs or moves sealed segments
 	allocMu sync.Mutex // who makes segments
 	blobMu  sync.Mutex // who places or removes blobs
 
@@ -135,25 +137,36 @@ type Log struct {
 // Run seals full segments, allocates ahead and frees what was removed, until ctx ends. Without it the log still works: what can't
 // wait is then done by the callers of Append.
 func (l *Log) Run(ctx context.Context) error {
+	var both sync.WaitGroup
+	both.Go(func() { l.repeat(ctx, l.work, l.maintain) })
+	both.Go(func() { l.repeat(ctx, l.later, l.tidy) })
+	both.Wait()
+	return nil
+}
+
+// repeat works when it is kicked, and once a minute.
+func (l *Log) repeat(ctx context.Context, kicked <-chan struct{}, work func(context.Context) error) {
 	tick := time.NewTicker(time.Minute)
 	defer tick.Stop()
 	for {
-		if err := l.maintain(ctx); err != nil && ctx.Err() == nil {
+		if err := work(ctx); err != nil && ctx.Err() == nil {
 			l.log.Error("trajectory log maintenance", "err", err)
 		}
 		select {
 		case <-ctx.Done():
-			return nil
-		case <-l.work:
+			return
+		case <-kicked:
 		case <-tick.C:
 		}
 	}
 }
 
 func (l *Log) kick() {
-	select {
-	case l.work <- struct{}{}:
-	default:
+	for _, c := range []chan struct{}{l.work, l.later} {
+		select {
+		case c <- struct{}{}:
+		default:
+		}
 	}
 }
 

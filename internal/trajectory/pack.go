@@ -361,7 +361,8 @@ func (c *blockCache) drop(p *packed) {
 
 // writePacked writes the packed form of a sealed segment and syncs it.
 func writePacked(s *segment, f File) (size int64, err error) {
-	foot, end, err := readFooter(s.file, s.size, &s.header)
+	head := s.header // readers have the segment's
+	foot, end, err := readFooter(s.file, s.size, &head)
 	if err == nil && foot == nil {
 		err = errDamaged
 	}
@@ -480,8 +481,8 @@ func (l *Log) packNext() *segment {
 
 // packFull packs the sealed segments. One that can't be is left as it is.
 func (l *Log) packFull(stop func() bool) error {
-	l.sealMu.Lock()
-	defer l.sealMu.Unlock()
+	l.formMu.Lock()
+	defer l.formMu.Unlock()
 	for !stop() {
 		l.mu.Lock()
 		s := l.packNext()

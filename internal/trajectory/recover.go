@@ -25,7 +25,7 @@ func Open(cfg Config, log *slog.Logger) (_ *Log, err error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("open trajectory log: %w", err)
 	}
-	l := &Log{tenure: tenure{gather: shipEvery, epochMu: newSemaphore()}, cfg: cfg, fs: cfg.FS, log: log, work: make(chan struct{}, 1), byID: map[ID]*traj{}, byNum: map[uint64]*traj{},
+	l := &Log{tenure: tenure{gather: shipEvery, epochMu: newSemaphore()}, cfg: cfg, fs: cfg.FS, log: log, work: make(chan struct{}, 1), later: make(chan struct{}, 1), byID: map[ID]*traj{}, byNum: map[uint64]*traj{},
 		segs: map[uint32]*segment{}, cache: newBlockCache(), blobs: map[[32]byte]*blob{}, nextTraj: 1, nextSeg: 1, loaded: map[uint64]bool{}}
 	if l.fs == nil {
 		if l.fs, err = DirFS(cfg.Dir); err != nil {

@@ -34,13 +34,12 @@ const (
 	tailMagic = "dsectail"
 )
 
-// tenure is what this log knows of its place in the store. Fields but owned are of who owns: under Log.sealMu or by the leader of a ship.
+// tenure is what this log knows of its place in the store. Fields but owned are under epochMu (epoch, owned) or Log.mu.
 type tenure struct {
 	gather  time.Duration // that records wait for others
 	epochMu semaphore     // one at a time takes the place
 	epoch   epoch
 	owned   bool
-	before  epoch  // what the place may have been when it was taken: see claim
 	oldest  uint32 // segments before this one are of processes before
 	tails   []tail // objects of the tail, the oldest first
 	shipNum uint64 // number of the last object

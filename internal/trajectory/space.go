@@ -66,19 +66,18 @@ func (l *Log) holdSpace(n int64) error {
 	return nil
 }
 
-// maintain does what Run is for, once.
+// maintain does what appends wait for when nobody else does: it seals and allocates.
 func (l *Log) maintain(ctx context.Context) error {
-	errs := []error{l.sealFull()}
-	if err := l.allocate(l.spareTarget()); err != nil && !noSpace(err) {
-		errs = append(errs, err)
+	err := l.sealFull()
+	if aerr := l.allocate(l.spareTarget()); aerr != nil && !noSpace(aerr) {
+		err = errors.Join(err, aerr)
 	}
-	if err := l.collect(ctx); err != nil {
-		errs = append(errs, err)
-	}
-	errs = append(errs, l.packFull(func() bool { return ctx.Err() != nil }))
-	errs = append(errs, l.store(ctx))
-	errs = append(errs, l.dropBlobs(ctx))
-	return errors.Join(errs...)
+	return err
+}
+
+// tidy does what can take its time: it frees what was removed, packs, and talks to the store. One of its acts does not keep others back.
+func (l *Log) tidy(ctx context.Context) error {
+	return errors.Join(l.collect(ctx), l.packFull(func() bool { return ctx.Err() != nil }), l.store(ctx), l.dropBlobs(ctx))
 }
 
 // sealFull seals the full segments that are written, in order.
@@ -108,8 +107,8 @@ func (l *Log) sealFull() error {
 
 // collect deletes segments without a living record and rewrites those with few.
 func (l *Log) collect(ctx context.Context) error {
-	l.sealMu.Lock()
-	defer l.sealMu.Unlock()
+	l.formMu.Lock()
+	defer l.formMu.Unlock()
 	for ctx.Err() == nil {
 		l.mu.Lock()
 		s, act, lsn := l.garbage(), l.deleteSegment, l.written
