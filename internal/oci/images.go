@@ -546,12 +546,17 @@ func (im *Images) Remove(ctx context.Context, project, ref string) error {
 	if err != nil {
 		return err
 	}
+	used := map[layer.ID]bool{}
 	for _, e := range all {
 		if e.Name == name && e.Spec.Image != nil && e.Spec.Image.Ref == i.Ref {
 			ids = append(ids, e.Layers...)
 			if err := im.layers.RemoveEnvironment(ctx, project, e.Ref()); err != nil {
 				return err
 			}
+			continue
+		}
+		for _, id := range e.Layers {
+			used[id] = true
 		}
 	}
 	if err := im.facts.Delete(ctx, factKey(project, r), facts.Any); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
@@ -559,6 +564,9 @@ func (im *Images) Remove(ctx context.Context, project, ref string) error {
 	}
 	slices.Sort(ids)
 	for _, id := range slices.Compact(ids) {
+		if used[id] {
+			continue // as most layers of most images are; to ask costs a look at everything
+		}
 		err := im.layers.Remove(ctx, project, string(id))
 		if err != nil && !errors.Is(err, sandbox.ErrState) && !errors.Is(err, sandbox.ErrNotFound) {
 			return err
