@@ -249,7 +249,12 @@ func (s *S3) pruneIndexes(inv inventory) {
 	entries, _ := os.ReadDir(s.cfg.IndexDir)
 	for _, e := range entries {
 		p, ok := parsePackID(e.Name())
-		if _, there := inv.index[p]; ok && !there {
+		_, there := inv.index[p]
+		if !ok { // a copy that a process left half done
+			info, err := e.Info()
+			ok = err == nil && time.Since(info.ModTime()) > time.Hour
+		}
+		if ok && !there {
 			os.Remove(filepath.Join(s.cfg.IndexDir, e.Name()))
 		}
 	}

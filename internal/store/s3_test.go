@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"os/exec"
@@ -15,6 +17,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
@@ -393,4 +397,47 @@ func freePort(t *testing.T) string {
 	defer l.Close()
 	_, port, _ := net.SplitHostPort(l.Addr().String())
 	return port
+}
+
+// Objects that another program put into the bucket are read as they are; names that are no keys are passed over. There may be no prefix.
+func TestS3BesideOtherPrograms(t *testing.T) {
+	_, url := server(t)
+	cfg := s3Config(t, url)
+	cfg.Prefix = ""
+	s := newS3(t, cfg)
+	foreign := storetest.Random(1, 3<<20)
+	for name, b := range map[string][]byte{"theirs/big": foreign, "theirs/small": foreign[:100], "no%20key": {}, "%2Edot": {}} {
+		r, err := http.NewRequest("PUT", url+"/"+storetest.Bucket+"/"+name, bytes.NewReader(b))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Authorization", "AWS4-HMAC-SHA256 Credential="+storetest.AccessKey+"/x")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil || resp.StatusCode != 200 {
+			t.Fatalf("%v %v", resp, err)
+		}
+		resp.Body.Close()
+	}
+	put(t, s, "ours", string(foreign))
+	var got []string
+	if err := s.List(t.Context(), "", func(i store.Info) bool { got = append(got, fmt.Sprint(i.Key, " ", i.Size)); return true }); err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff([]string{"ours 3145728", "theirs/big 3145728", "theirs/small 100"}, got); d != "" {
+		t.Error(d)
+	}
+	r, err := s.Open(t.Context(), "theirs/big")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := make([]byte, 500_000)
+	if n, err := r.ReadAt(b, 1<<20); n != len(b) || err != nil || !bytes.Equal(b, foreign[1<<20:1<<20+len(b)]) {
+		t.Errorf("%d %v", n, err)
+	}
+	if n, err := r.ReadAt(b, 3<<20-10); n != 10 || err != io.EOF {
+		t.Errorf("at its end: %d %v", n, err)
+	}
+	if i, err := s.Stat(t.Context(), "theirs/big"); err != nil || i.Size != 3<<20 {
+		t.Errorf("%+v %v", i, err)
+	}
 }
