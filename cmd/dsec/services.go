@@ -91,7 +91,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 		return nil, err
 	}
 	lc := trajectory.Default(filepath.Join(p.State, "log"))
-	if len(f.Stores) > 0 { // the default lies on the log's own disk
+	if len(f.Stores)+len(p.settings.Store) > 0 { // the default lies on the log's own disk
 		lc.Store, lc.Host = st, string(m.id)
 	}
 	if m.log, err = trajectory.Open(lc, logger); err != nil {
