@@ -21,6 +21,7 @@ type layerCmd struct {
 	Inspect  layerInspectCmd  `cmd:"" help:"Show a layer."`
 	Push     layerPushCmd     `cmd:"" help:"Copy a layer, or an environment with its layers, to another store."`
 	Pull     layerPullCmd     `cmd:"" help:"Copy one from another store and name it here."`
+	Profile  layerProfileCmd  `cmd:"" help:"Tell what sandboxes of this machine read of a layer, and lay it out by that."`
 	Rollback layerRollbackCmd `cmd:"" help:"Make an earlier version current."`
 	Rm       layerRemoveCmd   `cmd:"" help:"Remove a version (name@version), or all of a name."`
 }

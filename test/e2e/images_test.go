@@ -28,8 +28,7 @@ type s3Server struct {
 
 func newRemote(t testing.TB) *s3Server {
 	t.Helper()
-	dir := ownDir(t)
-	r := &s3Server{MemoryS3: storetest.NewS3(dir)}
+	r := &s3Server{MemoryS3: storetest.NewS3(ownDir(t))}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -47,6 +46,16 @@ func onDemand(t testing.TB, r *s3Server, conf string, args ...string) *service {
 	t.Helper()
 	s := newService(ownDir(t), "up", append(withDefaults(r.args), args...)...)
 	s.env, s.conf = r.env, conf
+	t.Cleanup(func() { // after its end
+		if pid := s.blobd(); pid != 0 {
+			t.Errorf("blob daemon %d is left", pid)
+		}
+		for _, pattern := range []string{"/sys/fs/cgroup/dsec-%s-blobd", "/sys/fs/cgroup/*/dsec-%s-blobd"} {
+			if left, _ := filepath.Glob(fmt.Sprintf(pattern, s.instance())); len(left) > 0 {
+				t.Errorf("cgroups %v are left", left)
+			}
+		}
+	})
 	return start(t, s)
 }
 
@@ -229,5 +238,35 @@ func TestStoreDeadInTheMiddle(t *testing.T) {
 	r.SetFault(nil)
 	if got := strings.Fields(out(t, sb, "sha256sum /srv/big"))[0]; got != sum {
 		t.Errorf("sum afterwards %s, want %s", got, sum)
+	}
+}
+
+// What a run reads comes first in a layer that is laid out by it: the next host fetches that at once.
+func TestLayersAreLaidOutByWhatWasRead(t *testing.T) {
+	s := newService(ownDir(t), "up", withDefaults(nil)...)
+	s.conf = "[blobs]\nseen = true\n"
+	start(t, s)
+	var entries []entry
+	for i := range 20 {
+		entries = append(entries, entry{name: fmt.Sprintf("srv/f%02d", i), data: string(storetest.Random(uint64(i), 1<<20))})
+	}
+	layer := s.layer(t, tarOf(entries...))
+	sb := s.box(t, func(o *client.Options) { o.Layers = []string{s.small(t), layer} })
+	out(t, sb, "cat /srv/f17 /srv/f03 >/dev/null")
+	cmd := s.dsec("layer", "profile", layer, "--run", s.run, "--local", filepath.Join(s.state, "store"), "--layout")
+	b, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("profile: %v %s", err, b)
+	}
+	if got := strings.Fields(string(b)); len(got) != 2 || !strings.HasSuffix(got[0], "f17") || !strings.HasSuffix(got[1], "f03") {
+		t.Errorf("profile: %q, want f17 and f03", b)
+	}
+	cmd = s.dsec("layer", "inspect", layer, "-o", "json")
+	if b, err = cmd.Output(); err != nil {
+		t.Fatalf("inspect: %v %s", err, b)
+	}
+	next := s.box(t, func(o *client.Options) { o.Layers = []string{s.small(t), layer} })
+	if got := strings.Fields(out(t, next, "sha256sum /srv/f05"))[0]; got != sumOf(storetest.Random(5, 1<<20)) {
+		t.Error("wrong octets after the layer was laid out anew")
 	}
 }
