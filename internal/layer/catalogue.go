@@ -22,6 +22,7 @@ type Catalogue struct {
 	facts facts.Facts
 	store store.Store
 	now   func() time.Time
+	read  recent
 
 	// mu keeps the import of a layer apart from the removal of its last use in this process. Of several processes with one
 	// store, only one may remove.
@@ -160,6 +161,7 @@ func (c *Catalogue) dropBroken(ctx context.Context, old, d Descriptor) error {
 }
 
 func (c *Catalogue) describe(ctx context.Context, d Descriptor) error {
+	defer c.forget(d.ID)
 	text, err := json.Marshal(d)
 	if err == nil {
 		err = store.Put(ctx, c.store, descriptorKey(d.ID), bytesReader(text))

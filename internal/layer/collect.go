@@ -42,6 +42,7 @@ func (c *Catalogue) erase(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
+	defer c.forget(id)
 	if err := c.store.Delete(ctx, descriptorKey(id)); err != nil {
 		return err
 	}

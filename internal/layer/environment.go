@@ -111,7 +111,7 @@ func (c *Catalogue) compose(ctx context.Context, project string, refs []string) 
 		if err != nil {
 			return nil, "", nil, err
 		}
-		d, err := c.Descriptor(ctx, v.ID)
+		d, err := c.recent(ctx, v.ID)
 		if err != nil {
 			return nil, "", nil, fmt.Errorf("layer %s: %w", s, err)
 		}
@@ -138,7 +138,7 @@ func (c *Catalogue) compose(ctx context.Context, project string, refs []string) 
 		}
 		archs := []string{d.Arch}
 		for _, p := range d.Parents {
-			below, err := c.Descriptor(ctx, p)
+			below, err := c.recent(ctx, p)
 			if err != nil {
 				return nil, "", nil, fmt.Errorf("layer %s: lies on %w", s, err)
 			}
