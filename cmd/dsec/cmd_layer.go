@@ -240,6 +240,7 @@ type envCreateCmd struct {
 	Memory    size              `short:"m" help:"Memory limit." placeholder:"SIZE"`
 	Disk      size              `help:"Disk limit." placeholder:"SIZE"`
 	Pids      int64             `help:"Process limit." placeholder:"N"`
+	Volatile  []string          `help:"Path of a cache or the like, which replay does not compare; repeat." placeholder:"PATH" sep:"none"`
 }
 
 func (x *envCreateCmd) Run(ctx context.Context, c *cli) error {
@@ -247,7 +248,7 @@ func (x *envCreateCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	e := &dsecv1.Environment{Name: x.Name, Base: x.Base, Workspace: x.Workspace, Kits: x.Kit, User: x.User, Cwd: x.Cwd,
+	e := &dsecv1.Environment{Name: x.Name, Base: x.Base, Workspace: x.Workspace, Kits: x.Kit, User: x.User, Cwd: x.Cwd, VolatilePaths: x.Volatile,
 		Resources: &dsecv1.Resources{Memory: int64(x.Memory), Disk: int64(x.Disk), Pids: x.Pids}}
 	for k, v := range x.Var {
 		e.Env = append(e.Env, &dsecv1.EnvVar{Name: k, Value: v})

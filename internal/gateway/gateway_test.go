@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -381,6 +382,27 @@ func TestLayersAndEnvironments(t *testing.T) {
 	e, err := c.Layers.GetEnvironment(ctx, connect.NewRequest(&dsecv1.GetEnvironmentRequest{Ref: "e0@1"}))
 	if err != nil || e.Msg.Environment.Base != "base@1" || len(e.Msg.Versions) != 1 {
 		t.Errorf("%v, %v", e, err)
+	}
+}
+
+// Volatile paths are kept with an environment's version and answered, and what can't be one is refused by its index.
+func TestVolatilePathsAreKept(t *testing.T) {
+	c := newCluster(t, 1)
+	ctx := context.Background()
+	want := []string{"/root/.cache", "/var/lib/größe"}
+	r, err := c.Layers.PublishEnvironment(ctx, connect.NewRequest(&dsecv1.PublishEnvironmentRequest{Environment: &dsecv1.Environment{Name: "e", Base: "base", VolatilePaths: want}}))
+	if err != nil || !slices.Equal(r.Msg.Environment.VolatilePaths, want) {
+		t.Fatal(r, err)
+	}
+	g, err := c.Layers.GetEnvironment(ctx, connect.NewRequest(&dsecv1.GetEnvironmentRequest{Ref: "e@1"}))
+	if err != nil || !slices.Equal(g.Msg.Environment.VolatilePaths, want) {
+		t.Fatal(g, err)
+	}
+	for _, bad := range []string{"", "relative", "/", "/a/../b", "/a/", "/a\x00b", "/" + strings.Repeat("x", 5000)} {
+		_, err := c.Layers.PublishEnvironment(ctx, connect.NewRequest(&dsecv1.PublishEnvironmentRequest{Environment: &dsecv1.Environment{Name: "e", Base: "base", VolatilePaths: []string{"/ok", bad}}}))
+		if !errors.Is(rpc.FromError(err), sandbox.ErrInvalid) || !strings.Contains(err.Error(), "volatile_paths[1]") {
+			t.Errorf("%.20q: %v", bad, err)
+		}
 	}
 }
 

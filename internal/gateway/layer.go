@@ -228,7 +228,7 @@ func environmentProto(e layer.Environment) *dsecv1.Environment {
 	out := &dsecv1.Environment{
 		Name: e.Name, Version: int64(e.N), Base: e.Spec.Base, Workspace: e.Spec.Workspace, Kits: e.Spec.Kits, Env: rpc.EnvVars(e.Spec.Env, nil),
 		User: e.Spec.User, Cwd: strings.ToValidUTF8(e.Spec.Cwd, "\uFFFD"), Resources: rpc.ResourcesProto(e.Spec.Resources), Created: rpc.Timestamp(e.Created), Current: e.Current,
-		Image: imageConfigProto(e.Spec.Image),
+		Image: imageConfigProto(e.Spec.Image), VolatilePaths: e.Spec.Volatile,
 	}
 	for _, l := range e.Layers {
 		out.Layers = append(out.Layers, string(l))
@@ -252,15 +252,12 @@ func (s layers) PublishEnvironment(ctx context.Context, r *connect.Request[dsecv
 	if err != nil {
 		return nil, err
 	}
-	if len(q.GetVolatilePaths()) > 0 {
-		return nil, fmt.Errorf("environment.volatile_paths: not supported yet: %w", sandbox.ErrUnsupported)
-	}
 	image, err := imageFacts(q.GetImage())
 	if err != nil {
 		return nil, err
 	}
 	e, err := s.g.layers.PublishEnvironment(ctx, rpc.Project(ctx), q.GetName(), layer.EnvironmentSpec{
-		Base: q.GetBase(), Workspace: q.GetWorkspace(), Kits: q.GetKits(), Env: env, User: q.GetUser(), Cwd: q.GetCwd(), Resources: res, Image: image,
+		Base: q.GetBase(), Workspace: q.GetWorkspace(), Kits: q.GetKits(), Env: env, User: q.GetUser(), Cwd: q.GetCwd(), Resources: res, Image: image, Volatile: q.GetVolatilePaths(),
 	})
 	if err != nil {
 		return nil, err

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path"
 	"slices"
 	"sort"
 	"strconv"
@@ -28,6 +29,8 @@ type EnvironmentSpec struct {
 	User      string            `json:"user,omitempty"`
 	Cwd       string            `json:"cwd,omitempty"`
 	Resources sandbox.Resources `json:"resources,omitzero"`
+	// Volatile are paths of caches and the like, which a comparison of two sandboxes passes over.
+	Volatile []string `json:"volatile,omitempty"`
 	// Image is set on one that was made of an OCI image.
 	Image *ImageFacts `json:"image,omitempty"`
 }
@@ -63,6 +66,9 @@ type Environment struct {
 // Ref is name@N.
 func (e Environment) Ref() string { return e.Name + "@" + strconv.Itoa(e.N) }
 
+// maxVolatile bounds what is compared with every path of a tree.
+const maxVolatile = 64
+
 func (s *EnvironmentSpec) validate() error {
 	switch {
 	case s.Base == "":
@@ -78,6 +84,20 @@ func (s *EnvironmentSpec) validate() error {
 	if s.Cwd != "" {
 		if err := sandbox.CheckPath("environment: cwd", s.Cwd); err != nil {
 			return err
+		}
+	}
+	if len(s.Volatile) > maxVolatile {
+		return fmt.Errorf("environment: volatile_paths: %d given, at most %d: %w", len(s.Volatile), maxVolatile, sandbox.ErrInvalid)
+	}
+	for i, p := range s.Volatile {
+		if err := sandbox.CheckPath(fmt.Sprintf("environment: volatile_paths[%d]", i), p); err != nil {
+			return err
+		}
+		switch clean := path.Clean(p); {
+		case clean == "/":
+			return fmt.Errorf("environment: volatile_paths[%d]: all of the tree can't be volatile: %w", i, sandbox.ErrInvalid)
+		case clean != p:
+			return fmt.Errorf("environment: volatile_paths[%d] %.80q: write it as %.80q: %w", i, p, clean, sandbox.ErrInvalid)
 		}
 	}
 	for _, f := range []struct {

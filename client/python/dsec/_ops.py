@@ -462,11 +462,11 @@ def verdict_body(sandbox: str, reward: Optional[float], metadata: Optional[Mappi
 
 def environment_body(
     name: str, *, base: str = "", workspace: str = "", kits: Sequence[str] = (), env: Optional[Env] = None, user: str = "", cwd: str = "",
-    memory: int = 0, disk: int = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0,
+    memory: int = 0, disk: int = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0, volatile_paths: Sequence[str] = (),
 ) -> JSON:
     return {"environment": without_empty({
         "name": name, "base": base, "workspace": workspace, "kits": list(kits), "env": env_vars(env), "user": user, "cwd": cwd,
-        "resources": resources_body(memory, disk, pids, cpu, cpu_weight),
+        "resources": resources_body(memory, disk, pids, cpu, cpu_weight), "volatile_paths": list(volatile_paths),
     })}
 
 

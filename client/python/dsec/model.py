@@ -539,6 +539,7 @@ class Environment:
     resources: Resources
     created: Time
     current: bool
+    volatile_paths: Sequence[str] = ()  # caches and the like: replay does not compare them
 
     @property
     def ref(self) -> str:
@@ -551,6 +552,7 @@ class Environment:
             name=f.text("name"), version=f.number("version"), base=f.text("base"), workspace=f.text("workspace"), kits=f.texts("kits"),
             layers=f.texts("layers"), env={k: v for one in env for k, v in one.items()}, user=f.text("user"), cwd=f.text("cwd"),
             resources=Resources.of(f.sub("resources")), created=f.time("created"), current=f.flag("current"),
+            volatile_paths=f.texts("volatilePaths"),
         )
 
 

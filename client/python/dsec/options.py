@@ -98,3 +98,4 @@ class EnvironmentOptions(TypedDict, total=False):
     pids: int
     cpu: float
     cpu_weight: int
+    volatile_paths: Sequence[str]
