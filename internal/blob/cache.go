@@ -51,8 +51,8 @@ type blob struct {
 	mapFile  *os.File
 	opened   bool // an attempt to open was made
 	state    []uint8
-	last     []uint32 // last use of each unit, seconds since the daemon's start
-	kept     int      // units in the file
+	last     []atomic.Uint32 // last use of each unit, seconds since the daemon's start
+	kept     int             // units in the file
 	complete bool
 
 	flightMu sync.Mutex
@@ -67,7 +67,7 @@ type blob struct {
 }
 
 func newBlob(s *Server, d Data, h string, units []byte) *blob {
-	b := &blob{s: s, data: d, hex: h, node: nodeOf(h), units: units, state: make([]uint8, d.count()), last: make([]uint32, d.count()),
+	b := &blob{s: s, data: d, hex: h, node: nodeOf(h), units: units, state: make([]uint8, d.count()), last: make([]atomic.Uint32, d.count()),
 		flights: map[int]*flight{}}
 	b.used.Store(time.Now().UnixNano())
 	return b
@@ -200,7 +200,7 @@ func (b *blob) cached(i int, dst []byte, at int64) bool {
 	b.mu.RLock()
 	ok := b.state[i] == verified && b.file != nil
 	if ok {
-		b.last[i] = b.s.clock()
+		b.last[i].Store(b.s.clock())
 		_, err := b.file.ReadAt(dst, int64(i)*UnitSize+at)
 		ok = err == nil
 		if !ok {
@@ -306,7 +306,7 @@ func (b *blob) store(i int, data []byte) bool {
 		return false
 	}
 	b.state[i] = verified
-	b.last[i] = b.s.clock()
+	b.last[i].Store(b.s.clock())
 	b.kept++
 	b.s.size.Add(int64(len(data)))
 	b.writeBit(i)

@@ -111,7 +111,7 @@ func (s *Server) evict(target int64) {
 		if !b.complete && b.file != nil {
 			for i, st := range b.state {
 				if st != absent {
-					units = append(units, unit{b, i, b.last[i]})
+					units = append(units, unit{b, i, b.last[i].Load()})
 				}
 			}
 		}
