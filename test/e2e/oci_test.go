@@ -492,3 +492,38 @@ func TestB24HardLinksInImages(t *testing.T) {
 		t.Errorf("a link before its target: %v", err)
 	}
 }
+
+// A build that begins with an image keeps what the image says.
+func TestEnvBuildFromAnImage(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	host := images(t)
+	small, err := smallRoot()
+	must(t, err)
+	ref, err := name.ParseReference(host + "/base/small:v1")
+	must(t, err)
+	must(t, remote.Write(ref, ociImage(t, func(c *v1.ConfigFile) {
+		c.Config = v1.Config{Env: []string{"PATH=/bin", "FROM=image"}, WorkingDir: "/srv", Entrypoint: []string{"sh"}, Cmd: []string{"-c", "true"}}
+	}, ociLayer(t, func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(small)), nil }))))
+	conf := filepath.Join(t.TempDir(), "dsec.toml")
+	must(t, os.WriteFile(conf, []byte("name='eb/image'\nfrom='image:"+ref.String()+"'\ncheck='test $FROM$MORE = imageyes'\n[[step]]\nenv={MORE='yes'}\n[[step]]\nrun='pwd >/made; exit'\n"), 0o644))
+	if b, err := s.dsec("env", "build", "-f", conf).CombinedOutput(); err != nil {
+		t.Fatalf("build: %v %s", err, b)
+	}
+	sb := s.box(t, func(o *client.Options) { o.Environment = "eb/image" })
+	want(t, exe(t, sb, sh("cat /made; pwd; echo $FROM $MORE")), 0, "/srv\n/srv\nimage yes\n", "")
+	r, err := s.client().LayerService.GetEnvironment(within(t), request(&dsecv1.GetEnvironmentRequest{Ref: "eb/image"}))
+	must(t, err)
+	if i := r.Msg.Environment.Image; i.GetRef() != ref.String() || len(i.Entrypoint) != 1 || len(i.Cmd) != 2 {
+		t.Errorf("image %v", i)
+	}
+	// Many at once, by one call.
+	made, failed, err := s.client().RunContainers(within(t), client.Options{Image: ref.String(), Memory: 64 << 20, Disk: 16 << 20}, 20, true)
+	must(t, err)
+	for _, sb := range made {
+		t.Cleanup(func() { sb.Close() })
+	}
+	if len(made) != 20 || len(failed) != 0 {
+		t.Errorf("%d made, %d failed", len(made), len(failed))
+	}
+}
