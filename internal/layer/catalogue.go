@@ -141,6 +141,10 @@ func (c *Catalogue) keep(ctx context.Context, project string, draft *formDraft, 
 	if err := c.describe(ctx, d); err != nil {
 		return Descriptor{}, err
 	}
+	// Another process may have removed the last layer with these contents before it could see this one.
+	if err := c.whole(ctx, form); err != nil {
+		return Descriptor{}, fmt.Errorf("keep layer %s: %w; try again", d.ID, err)
+	}
 	return d, c.dropBroken(ctx, old, d)
 }
 

@@ -344,7 +344,7 @@ func TestHostsMakeAndGatewaysHold(t *testing.T) {
 	if n, err := c.Sweep(ctx, time.Hour); err != nil || n != 0 {
 		t.Errorf("young ones: %d %v", n, err)
 	}
-	if n, err := c.Sweep(ctx, -time.Hour); err != nil || n != 4 { // a snapshot, its contents and their table, and the blob
+	if n, err := c.Sweep(ctx, -time.Hour); err != nil || n != 5 { // a snapshot, its image, contents and unit table, and the blob
 		t.Errorf("%d %v", n, err)
 	}
 	for _, id := range []layer.ID{base.ID, taken.ID} {

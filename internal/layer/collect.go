@@ -31,32 +31,38 @@ func (c *Catalogue) collect(ctx context.Context, id ID) error {
 	if err != nil || held[id] {
 		return err
 	}
-	return c.erase(ctx, id)
+	d, err := c.erase(ctx, id)
+	if err != nil || d.ID == "" || !c.local(d) {
+		return err
+	}
+	return c.free(ctx, d, c.now().Add(-youngest))
 }
 
-func (c *Catalogue) erase(ctx context.Context, id ID) error {
+// youngest is the age below which an object may belong to an import that has not said so yet.
+const youngest = time.Hour
+
+// erase takes a layer away and returns what it was; nothing when there was none. Its objects are left: to Sweep, for who may read them
+// still, or because other layers have the same contents.
+func (c *Catalogue) erase(ctx context.Context, id ID) (Descriptor, error) {
 	d, err := c.Descriptor(ctx, id)
 	if errors.Is(err, sandbox.ErrNotFound) {
-		return nil
+		return Descriptor{}, nil
 	}
 	if err != nil {
-		return err
+		return d, err
 	}
 	defer c.forget(id)
-	if err := c.store.Delete(ctx, descriptorKey(id)); err != nil {
-		return err
-	}
-	for _, f := range d.Forms {
-		// The image carries the layer's ID, so no other layer has the same. Contents may be another's too: they are left to Sweep.
-		if err := c.store.Delete(ctx, BlobKey(f.Digest)); err != nil {
-			return err
+	if !c.local(d) {
+		if err := c.bury(ctx, d); err != nil {
+			return d, err
 		}
 	}
-	return nil
+	return d, c.store.Delete(ctx, descriptorKey(id))
 }
 
 // Sweep removes data that nothing refers to and that is older than age: what an import left that died between its steps, and
-// snapshots that nobody took. It returns how many objects went. The age must be longer than any import takes.
+// snapshots that nobody took. What hosts may have mounted from a far store stays for four times the age after its removal. It returns how
+// many objects went. The age must be longer than any import takes.
 func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	if c.facts == nil {
 		return 0, fmt.Errorf("sweep layers: needs the facts: %w", sandbox.ErrUnsupported)
@@ -104,22 +110,28 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	}
 	n := 0
 	blobs := map[string]bool{}
-	for id, d := range found {
-		if old[id] {
-			if err := c.erase(ctx, id); err != nil {
-				return n, fmt.Errorf("sweep layers: %w", err)
-			}
-			n++
-			continue
-		}
-		if d, err = c.dropSuperseded(ctx, d, before); err != nil {
-			return n, fmt.Errorf("sweep layers: %w", err)
-		}
+	use := func(d Descriptor) {
 		for _, f := range d.Forms {
 			for _, b := range f.blobs() {
 				blobs[b.key] = true
 			}
 		}
+	}
+	for id, d := range found {
+		if old[id] {
+			if _, err := c.erase(ctx, id); err != nil {
+				return n, fmt.Errorf("sweep layers: %w", err)
+			}
+			n++
+			continue
+		}
+		if d, err = c.dropSuperseded(ctx, d, c.now().Add(-graceFactor*age)); err != nil {
+			return n, fmt.Errorf("sweep layers: %w", err)
+		}
+		use(d)
+	}
+	if err := c.buried(ctx, c.now().Add(-graceFactor*age), use); err != nil {
+		return n, fmt.Errorf("sweep layers: %w", err)
 	}
 	var lost []string
 	if err := c.store.List(ctx, "blobs/", func(i store.Info) bool {
