@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"sync"
@@ -93,23 +94,36 @@ func (b *box) ended() bool {
 }
 
 // append writes records of the sandbox on the host's context: what is to be recorded does not depend on a client's patience.
-// Outputs need not be in the store by themselves: the record of their command's end comes behind them, and with it they are. A store that
-// does not answer holds an act up for shipWait, so that a sandbox can be stopped without it.
+// Outputs need not be in the store by themselves: the record of their command's end comes behind them, and with it they are; nor need
+// voids, without which a step counts as unknown. A store that does not answer holds an act up for shipWait, so that a sandbox can be
+// stopped without it; the error is errUnshipped then, and the records are in the log.
 func (b *box) append(recs ...trajectory.Record) (first uint64, err error) {
-	ctx, d := b.h.life, b.spec.Durability
+	d := b.spec.Durability
 	if d == sandbox.DurabilityStore {
-		if recs[0].Kind == trajectory.KindOutput {
-			d = sandbox.DurabilityProcess
-		}
-		var cancel context.CancelFunc
-		ctx, cancel = b.h.bounded(shipWait)
-		defer cancel()
+		d = sandbox.DurabilityProcess
 	}
-	first, err = b.h.deps.Log.Append(ctx, b.traj, recs, d)
+	first, err = b.h.deps.Log.Append(b.h.life, b.traj, recs, d)
+	if err == nil && b.spec.Durability == sandbox.DurabilityStore && recs[0].Kind != trajectory.KindOutput && recs[0].Kind != trajectory.KindVoid {
+		err = b.ship()
+	}
 	if err != nil {
 		b.h.m.logErrors.Inc()
 	}
 	return first, err
+}
+
+// errUnshipped says that records are in the log and were not seen in the store in time.
+var errUnshipped = fmt.Errorf("the store did not take it in time: %w", rpc.ErrUnavailable)
+
+// ship waits, bounded, until what was recorded is in the store.
+func (b *box) ship() error {
+	ctx, cancel := b.h.bounded(shipWait)
+	defer cancel()
+	err := b.h.deps.Log.Ship(ctx)
+	if err != nil && ctx.Err() != nil && b.h.life.Err() == nil {
+		return errors.Join(errUnshipped, err)
+	}
+	return err
 }
 
 func stateRecord(s sandbox.State, level sandbox.PauseLevel, c sandbox.Cause, handle []byte) trajectory.Record {

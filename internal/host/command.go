@@ -38,6 +38,7 @@ type step struct {
 	stdinEOF bool
 	taken    int64 // octets that the backend took
 	doubt    bool  // the backend could not say whether it runs
+	endNoted bool  // its end is in the log, and not yet in the store
 }
 
 // maxSteps bounds what one sandbox can make the host remember: 100 MiB or so.
@@ -279,6 +280,9 @@ func (b *box) launch(s *step, c *sandbox.Command, inst sandbox.Instance, rec tra
 	seq, err := b.append(rec)
 	if err != nil {
 		err = fmt.Errorf("start %s: record it: %w", s.id, err)
+		if errors.Is(err, errUnshipped) {
+			return b.void(s, err)
+		}
 		b.giveUp(s, err)
 		return err
 	}

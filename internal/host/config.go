@@ -92,6 +92,7 @@ type Log interface {
 	OpenInput(in *trajectory.Input) (io.ReadCloser, error)
 	Space() trajectory.Space
 	Stores() bool
+	Ship(ctx context.Context) error
 }
 
 // secretKey is the key under which values of secret environment entries are hashed into the log. It is made at the first start.

@@ -64,6 +64,9 @@ func (b *box) beginStep(s *step, payload []byte) error {
 	seq, err := b.append(trajectory.Record{Kind: trajectory.KindStepStart, Step: s.id, Payload: payload})
 	if err != nil {
 		err = fmt.Errorf("step %s: record it: %w", s.id, err)
+		if errors.Is(err, errUnshipped) {
+			return b.void(s, err)
+		}
 		b.giveUp(s, err)
 		return err
 	}

@@ -229,6 +229,7 @@ func (h *Host) recover(ctx context.Context) error {
 	if err := h.checkUnknown(ctx, known); err != nil {
 		return err
 	}
+	h.reship(ctx)
 	for _, b := range half {
 		b.fail(fmt.Errorf("create %s: the host ended before the sandbox was born: %w", b.id, sandbox.ErrLost))
 	}
@@ -261,6 +262,25 @@ func (h *Host) recover(ctx context.Context) error {
 	}
 	h.log.Info("host is ready", "living", len(living), "half_made", len(half), "took", time.Since(start))
 	return nil
+}
+
+// reship puts into the store what the last host recorded of sandboxes with durability store and may not have got there: it is answered
+// from now on.
+func (h *Host) reship(ctx context.Context) {
+	h.mu.Lock()
+	some := false
+	for _, b := range h.boxes {
+		some = some || b.spec.Durability == sandbox.DurabilityStore
+	}
+	h.mu.Unlock()
+	if !some || !h.deps.Log.Stores() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, shipWait)
+	defer cancel()
+	if err := h.deps.Log.Ship(ctx); err != nil && ctx.Err() != nil {
+		h.log.Warn("ship what the last host recorded; it follows with the next record", "err", err)
+	}
 }
 
 // sweep removes what belongs to no living sandbox. It is tried a few times: what is left behind would never be found again.

@@ -14,6 +14,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/backend/fake"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/store"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -23,7 +24,8 @@ type rig struct {
 	dir    string
 	world  *fake.World
 	config func(*Config, *Deps)
-	fuse   *fuse // of the running host
+	fuse   *fuse       // of the running host
+	store  store.Store // of its log; nil is none
 	// refusal takes the error of a start that is meant to fail; it has room for one.
 	refusal chan error
 
@@ -50,6 +52,7 @@ func (r *rig) start() {
 	r.t.Helper()
 	cfg := trajectory.Default(r.dir + "/log")
 	cfg.SegmentBytes, cfg.Reserve = 4<<20, 1<<20
+	cfg.Store, cfg.Host = r.store, string(testHost)
 	logger := slog.New(slog.NewTextHandler(testWriter{r.t}, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	log, err := trajectory.Open(cfg, logger)
 	if err != nil {

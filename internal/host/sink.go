@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -87,7 +88,7 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 	}
 	b := k.box()
 	b.mu.Lock()
-	ended := s.ended()
+	ended, noted := s.ended(), s.endNoted
 	if o.Started.IsZero() {
 		o.Started = s.started
 	}
@@ -98,7 +99,16 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 	if o.Ended.IsZero() {
 		o.Ended = time.Now()
 	}
-	if _, err := b.append(endRecord(cmd, o)); err != nil {
+	var err error
+	if noted { // it was told before; the backend tells it again until it is acknowledged
+		err = b.ship()
+	} else {
+		_, err = b.append(endRecord(cmd, o))
+	}
+	if err != nil {
+		b.mu.Lock()
+		s.endNoted = s.endNoted || errors.Is(err, errUnshipped)
+		b.mu.Unlock()
 		return fmt.Errorf("record end of %s: %w", cmd, err)
 	}
 	b.h.m.commands.WithLabelValues(string(o.Kind)).Inc()

@@ -67,6 +67,17 @@ func (l *Log) Sync(ctx context.Context) error {
 	return l.sync(ctx, lsn)
 }
 
+// Ship returns when everything that was appended before is on the disk and in the store.
+func (l *Log) Ship(ctx context.Context) error {
+	if l.cfg.Store == nil {
+		return fmt.Errorf("ship the log: it has no store: %w", sandbox.ErrUnsupported)
+	}
+	l.mu.Lock()
+	lsn := l.written
+	l.mu.Unlock()
+	return l.ship(ctx, lsn)
+}
+
 // Remove removes trajectories with all their records: expiry by whole job is the caller's. It returns when that is on the disk; the
 // space comes back by and by. Unknown ones are skipped.
 func (l *Log) Remove(ctx context.Context, ids ...ID) error {
