@@ -132,7 +132,11 @@ func (im *Images) convert(ctx context.Context, project string, t blobOf, fix map
 	if err != nil {
 		return nil, fmt.Errorf("layer %s: %w", orDigest(t), err)
 	}
-	r := &record{DiffID: diffID, Layer: d.ID, Entries: d.Entries, Bytes: d.Bytes, Implicit: len(found.Implicit) > 0}
+	entries := d.Entries
+	if d.Opaque { // it hides all below, also when it has nothing else
+		entries++
+	}
+	r := &record{DiffID: diffID, Layer: d.ID, Entries: entries, Bytes: d.Bytes, Implicit: len(found.Implicit) > 0}
 	if len(fix) > 0 {
 		r.DiffID, r.Implicit = fixedID(diffID, fix), false
 	} else if err := im.putFolders(ctx, diffID, found); err != nil {

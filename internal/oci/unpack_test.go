@@ -199,6 +199,8 @@ func TestLayersLikeUnpacked(t *testing.T) {
 		"its entry comes later": {base, tarOf(file{name: "tmp/y", data: "y"}, file{name: "tmp/", mode: 0o711, uid: 9})},
 		"whiteouts":             {base, tarOf(file{name: "etc/.wh.a"}, file{name: ".wh.dir"}, file{name: ".wh.never"}), tarOf(file{name: "etc/a", data: "again"})},
 		"opaque":                {base, tarOf(file{name: "etc/"}, file{name: "etc/.wh..wh..opq"}, file{name: "etc/only", data: "o"}), tarOf(file{name: "dir/.wh.sub"}, file{name: "dir/sub/", mode: 0o700}, file{name: "dir/sub/n", data: "n"})},
+		"opaque root":           {base, tarOf(file{name: ".wh..wh..opq"}, file{name: "only", data: "o"}), tarOf(file{name: "etc/new", data: "n"})},
+		"opaque root alone":     {base, tarOf(file{name: ".wh..wh..opq"}), tarOf(file{name: "etc/new", data: "n"})},
 		"kinds change":          {base, tarOf(file{name: "dir", data: "now a file"}, file{name: "s/"}, file{name: "s/in", data: "i"}), tarOf(file{name: "dir/"}, file{name: "dir/again", data: "a"})},
 		"hard links":            {base, tarOf(file{name: "h2", data: "other"}), tarOf(file{name: ".wh.h3"}, file{name: "l1", data: "l"}, file{name: "l2", kind: tar.TypeLink, link: "l1"})},
 		"a layer again":         {base, tarOf(file{name: "etc/a", data: "x"}, file{name: "etc/.wh.b"}), base, tarOf(), tarOf(file{name: "etc/a", data: "x"}, file{name: "etc/.wh.b"})},
