@@ -31,11 +31,11 @@ type recordedBox struct {
 	steps     map[string]*dsecv1.Step
 }
 
-// FastForward learns the recorded steps of all trajectories of a job: a [Sandbox.Run] of this client with one of their IDs and the same
+// FastForward learns the recorded steps of all trajectories of a job, or of some sandboxes (IDs) of it: a [Sandbox.Run] of this client with one of their IDs and the same
 // request is then answered at once, without a call; one that runs is joined, and any other goes to the server as always. It returns how
 // many steps it learned.
-func (c *Client) FastForward(ctx context.Context, job string) (int, error) {
-	st, err := c.Logs.Steps(ctx, connect.NewRequest(&dsecv1.StepsRequest{Filter: &dsecv1.TrajectoryFilter{Job: job}, OutputLimit: recordedOutput}))
+func (c *Client) FastForward(ctx context.Context, job string, sandboxes ...string) (int, error) {
+	st, err := c.Logs.Steps(ctx, connect.NewRequest(&dsecv1.StepsRequest{Filter: &dsecv1.TrajectoryFilter{Job: job, Sandboxes: sandboxes}, OutputLimit: recordedOutput}))
 	if err != nil {
 		return 0, wrap(err)
 	}

@@ -31,6 +31,7 @@ type settings struct {
 		MemoryReserve string `toml:"memory_reserve"` // size
 		DiskReserve   string `toml:"disk_reserve"`   // size
 		LogReserve    string `toml:"log_reserve"`    // size
+		LogLocal      string `toml:"log_local"`      // size
 		Retention     string `toml:"retention"`      // duration
 		LeaveDynmods  bool   `toml:"leave_dynmods"`
 		NetnsPool     int    `toml:"netns_pool"`

@@ -93,6 +93,9 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	lc := trajectory.Default(filepath.Join(p.State, "log"))
 	if len(f.Stores)+len(p.settings.Store) > 0 { // the default lies on the log's own disk
 		lc.Store, lc.Host = st, string(m.id)
+		if err := setSize(&lc.Local, "host.log_local", p.settings.Host.LogLocal); err != nil {
+			return nil, err
+		}
 	}
 	if m.log, err = trajectory.Open(lc, logger); err != nil {
 		return nil, err

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -365,5 +366,60 @@ func TestNoStoreNoDurabilityStore(t *testing.T) {
 	l := open(t, small(t.TempDir()))
 	if _, err := l.Append(context.Background(), testID("k"), []trajectory.Record{create()}, sandbox.DurabilityStore); !errors.Is(err, sandbox.ErrUnsupported) {
 		t.Fatal(err)
+	}
+}
+
+// At its limit a log with a store makes room by what the store has, and takes more than the limit in all.
+func TestPressureMovesSegmentsToTheStore(t *testing.T) {
+	fs, st := crashfs.New(9), &memStore{all: map[string][]byte{}}
+	c := storeConfig(fs, st)
+	c.Limit = 512 << 10
+	l := open(t, c)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { l.Run(ctx); close(done) }()
+	defer func() { cancel(); <-done }()
+	add(t, l, "k", create())
+	var want []trajectory.Record
+	noise, random := make([]byte, 4000), rand.NewChaCha8([32]byte{1})
+	for i := range 600 { // 2.3 MiB that do not compress
+		random.Read(noise)
+		r := output("s", int64(i)*4000, string(noise))
+		for tries := 0; ; tries++ {
+			_, err := l.Append(ctx, testID("k"), []trajectory.Record{r}, sandbox.DurabilityProcess)
+			if err == nil {
+				break
+			}
+			if !errors.Is(err, sandbox.ErrExhausted) || tries > 2000 {
+				t.Fatalf("record %d: %v (%+v)", i, err, l.Space())
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+		want = append(want, r)
+	}
+	got := readAll(t, l, "k")[1:]
+	if len(got) != len(want) {
+		t.Fatalf("%d records", len(got))
+	}
+	for i := range got {
+		if !bytes.Equal(got[i].Payload, want[i].Payload) {
+			t.Fatalf("record %d", i)
+		}
+	}
+	if n := l.Space().Segments; n > c.Limit+c.SegmentBytes {
+		t.Errorf("%d octets here", n)
+	}
+	far := 0
+	for _, k := range st.keys("logs/h1/0000") {
+		f, err := fs.Open(k[len("logs/h1/"):] + ".log")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n, _ := f.Size(); n < int64(len(st.all[k]))/4 {
+			far++
+		}
+	}
+	if far < 20 {
+		t.Errorf("%d segments lie in the store alone", far)
 	}
 }
