@@ -66,11 +66,19 @@ func dialable(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	if err != nil {
 		return err
 	}
-	switch a := ap.Addr().Unmap(); {
-	case a.IsLinkLocalUnicast(), a.IsMulticast(), a.IsUnspecified():
-		return fmt.Errorf("address %s: no registry is there: %w", a, sandbox.ErrDenied)
-	case a.IsLoopback() && ctx.Value(loopbackKey{}) == nil:
+	a := ap.Addr().Unmap()
+	if err := nowhere(a); err != nil {
+		return err
+	}
+	if a.IsLoopback() && ctx.Value(loopbackKey{}) == nil {
 		return fmt.Errorf("address %s: the machine's own addresses are reached only by references that name them: %w", a, sandbox.ErrDenied)
+	}
+	return nil
+}
+
+func nowhere(a netip.Addr) error {
+	if a.IsLinkLocalUnicast() || a.IsMulticast() || a.IsUnspecified() {
+		return fmt.Errorf("address %s: no registry is there: %w", a, sandbox.ErrDenied)
 	}
 	return nil
 }
@@ -126,8 +134,18 @@ func (b bound) RoundTrip(r *http.Request) (*http.Response, error) {
 	if loopback(r.URL.Host) && !loopback(b.host) {
 		return nil, fmt.Errorf("registry %s leads to %s, an address of this machine: %w", b.host, r.URL.Host, sandbox.ErrDenied)
 	}
+	if a, err := netip.ParseAddr(r.URL.Hostname()); err == nil {
+		if err := nowhere(a.Unmap()); err != nil { // a proxy would go there for us
+			return nil, err
+		}
+	}
 	ctx := r.Context()
-	if loopback(b.host) && loopback(r.URL.Host) {
+	proxy, err := http.ProxyFromEnvironment(r)
+	if err != nil {
+		return nil, fmt.Errorf("proxy of the environment: %w", err)
+	}
+	// The operator's proxy may be on this machine.
+	if proxy != nil || loopback(b.host) && loopback(r.URL.Host) {
 		ctx = context.WithValue(ctx, loopbackKey{}, true)
 	}
 	return b.n.patient(r.WithContext(ctx))

@@ -3,6 +3,7 @@ package e2e
 import (
 	"archive/tar"
 	"bytes"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -525,5 +526,41 @@ func TestEnvBuildFromAnImage(t *testing.T) {
 	}
 	if len(made) != 20 || len(failed) != 0 {
 		t.Errorf("%d made, %d failed", len(made), len(failed))
+	}
+}
+
+// An image that was imported into a store that is not local starts with a small part of it fetched; so does a volume, and an export reads it
+// back whole.
+func TestImagesOnDemand(t *testing.T) {
+	s := onDemand(t, newRemote(t), "")
+	host := images(t)
+	ref, err := name.ParseReference(host + "/lab/debian:v1")
+	must(t, err)
+	must(t, remote.Write(ref, debianImage(t)))
+	if b, err := s.dsec("image", "import", ref.String()).CombinedOutput(); err != nil {
+		t.Fatalf("import: %v %s", err, b)
+	}
+	data, sum := bigLayer(t, s, 7, 24)
+	sb := s.box(t, func(o *client.Options) {
+		o.Image, o.Memory, o.Volumes = ref.String(), 512<<20, map[string]string{"/data": data}
+	})
+	want(t, exe(t, sb, sh("python3 -c 'import json, http.client; print(1)'")), 0, "1\n", "")
+	r, err := s.client().ImageService.GetImage(within(t), request(&dsecv1.GetImageRequest{Ref: ref.String()}))
+	must(t, err)
+	fetched := s.blobStats(t).Fetched
+	t.Logf("%d of %d octets were fetched for a first python", fetched, r.Msg.Image.Octets)
+	if fetched == 0 || fetched > r.Msg.Image.Octets/2 {
+		t.Errorf("%d of %d octets were fetched", fetched, r.Msg.Image.Octets)
+	}
+	if got := strings.Fields(out(t, sb, "sha256sum /data/srv/big"))[0]; got != sum {
+		t.Errorf("volume: sum %s, want %s", got, sum)
+	}
+	h := sha256.New()
+	if err := s.client().ExportImage(within(t), r.Msg.Image.Environment, "localhost/x:v1", h); err != nil {
+		t.Error(err)
+	}
+	again := sha256.New()
+	if err := s.client().ExportImage(within(t), r.Msg.Image.Environment, "localhost/x:v1", again); err != nil || !bytes.Equal(h.Sum(nil), again.Sum(nil)) {
+		t.Errorf("two exports differ (%v)", err)
 	}
 }
