@@ -485,11 +485,20 @@ func (s *Supervisor) Stop(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startBound)
 	defer cancel()
 	if c, err := Dial(ctx, s.cfg.RunDir); err == nil {
+		process := -1
+		if h, err := c.Hello(ctx); err == nil {
+			process, _ = unix.PidfdOpen(h.Pid, 0)
+		}
 		err := c.Stop(ctx)
 		c.Close()
 		var remote *remoteError
 		if errors.As(err, &remote) {
 			return err
+		}
+		if process >= 0 {
+			at, _ := ctx.Deadline()
+			unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(time.Until(at)/time.Millisecond))
+			unix.Close(process)
 		}
 	}
 	// It may end by itself, when nobody has its file system any more. Its end is told by its lock.
@@ -514,7 +523,7 @@ func (s *Supervisor) Stop(ctx context.Context) error {
 	os.RemoveAll(filepath.Join(s.cfg.RunDir, nodesName))
 	if s.cfg.Group != "" {
 		if dir, err := groupDir(s.cfg.Group); err == nil {
-			for range 100 { // the process may still be on its way out
+			for range 400 { // the process may still be on its way out
 				if err := unix.Rmdir(dir); err != unix.EBUSY {
 					break
 				}
