@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/compression"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
@@ -564,3 +566,35 @@ func TestImagesOnDemand(t *testing.T) {
 		t.Errorf("two exports differ (%v)", err)
 	}
 }
+
+// A mirror of the config file is asked for a registry that nobody reaches, with the credentials of a docker config.
+func TestImageSettings(t *testing.T) {
+	t.Parallel()
+	registryOf := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if u, p, _ := q.BasicAuth(); q.Method == http.MethodGet && (u != "u" || p != "pass") {
+			w.Header().Set("WWW-Authenticate", `Basic realm="x"`)
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		mirror.ServeHTTP(w, q)
+	}))
+	t.Cleanup(registryOf.Close)
+	host := strings.TrimPrefix(registryOf.URL, "http://")
+	small, err := smallRoot()
+	must(t, err)
+	ref, err := name.ParseReference(host + "/hub/lab/small:v1")
+	must(t, err)
+	must(t, remote.Write(ref, ociImage(t, nil, ociLayer(t, func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(small)), nil })), remote.WithAuth(&authn.Basic{Username: "u", Password: "pass"})))
+	docker := filepath.Join(t.TempDir(), "config.json")
+	must(t, os.WriteFile(docker, []byte(`{"auths":{"`+host+`":{"auth":"dTpwYXNz"}}}`), 0o600))
+	s := newService(ownDir(t), "up", withDefaults(nil)...)
+	s.conf = fmt.Sprintf("[images]\nmirrors = { \"registry.invalid\" = [\"%s/hub\"] }\nrecheck = \"1m\"\nparallel = 2\ncredentials = \"%s\"\n", host, docker)
+	start(t, s)
+	sb := s.box(t, func(o *client.Options) { o.Image = "registry.invalid/lab/small:v1" })
+	if got := out(t, sb, "echo hello"); got != "hello\n" {
+		t.Errorf("hello: %q", got)
+	}
+	must(t, sb.Stop(within(t)))
+}
+
+var mirror = registry.New(registry.Logger(log.New(io.Discard, "", 0)))
