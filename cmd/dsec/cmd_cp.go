@@ -70,7 +70,10 @@ func (x *cpCmd) up(ctx context.Context, f *client.Files, to string) error {
 	r, w := io.Pipe()
 	go func() { w.CloseWithError(tarFolder(ctx, w, x.From)) }()
 	defer r.Close()
-	_, err = f.Upload(ctx, to, newMeter(r, -1))
+	res, err := f.Upload(ctx, to, newMeter(r, -1))
+	for _, s := range res.GetSkipped() {
+		say("skipped %s", s)
+	}
 	return err
 }
 

@@ -140,6 +140,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.HandleFunc("PUT /v1/files/{sandbox}", g.writeFile)
 	mux.HandleFunc("GET /v1/trees/{sandbox}", g.readTree)
 	mux.HandleFunc("PUT /v1/trees/{sandbox}", g.writeTree)
+	mux.HandleFunc("PUT /v1/layers", g.putLayer)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "ok") })
 	mux.HandleFunc("GET /readyz", g.readyz)
 	if d.Registry != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"sort"
 	"strings"
 	"time"
@@ -56,19 +57,48 @@ func (s layers) Import(ctx context.Context, in *connect.ClientStream[dsecv1.Impo
 		}
 		return nil, errNoMessage
 	}
-	project, name := rpc.Project(ctx), in.Msg().GetPublish()
+	return response(s.g.importLayer(ctx, &importReader{in: in, rest: in.Msg().GetData()}, in.Msg().GetPublish(), in.Msg().GetSource()))
+}
+
+// putLayer is Import as plain HTTP: the body is the tar.
+func (g *Gateway) putLayer(w http.ResponseWriter, r *http.Request) {
+	g.plain(w, r, "PUT /v1/layers", func(ctx context.Context) error {
+		q := parseQuery(r, "name", "source")
+		if q.err != nil {
+			return q.err
+		}
+		out, err := g.importLayer(ctx, brokenBody{r.Body}, q.v.Get("name"), q.v.Get("source"))
+		if err != nil {
+			return err
+		}
+		return writeJSON(w, out)
+	})
+}
+
+// brokenBody tells a body that its sender broke off from a tar that is wrong.
+type brokenBody struct{ r io.Reader }
+
+func (b brokenBody) Read(p []byte) (int, error) {
+	n, err := b.r.Read(p)
+	if err != nil && err != io.EOF {
+		err = fmt.Errorf("read body: %w: %w", err, context.Canceled)
+	}
+	return n, err
+}
+
+// importLayer makes a layer of a tar and, with a name, its current version.
+func (g *Gateway) importLayer(ctx context.Context, body io.Reader, name, source string) (*dsecv1.ImportResponse, error) {
+	project := rpc.Project(ctx)
 	if name != "" {
 		if err := layer.CheckName("publish", name); err != nil {
 			return nil, err
 		}
 	}
-	source := in.Msg().GetSource()
 	if len(source) > 1024 {
 		return nil, fmt.Errorf("source: %d octets, at most 1024: %w", len(source), sandbox.ErrInvalid)
 	}
 	began := time.Now()
-	body := &importReader{in: in, rest: in.Msg().GetData()}
-	d, err := s.g.layers.ImportTar(ctx, project, body, layer.Options{Source: source})
+	d, err := g.layers.ImportTar(ctx, project, body, layer.Options{Source: source})
 	if err != nil {
 		return nil, err
 	}
@@ -78,14 +108,14 @@ func (s layers) Import(ctx context.Context, in *connect.ClientStream[dsecv1.Impo
 	}
 	out := &dsecv1.ImportResponse{Layer: layerProto(d), Existed: d.Created.Before(began)}
 	if name != "" {
-		v, err := s.g.layers.Publish(ctx, project, name, d.ID)
+		v, err := g.layers.Publish(ctx, project, name, d.ID)
 		if err != nil {
 			return nil, err
 		}
 		out.Published = v.Ref()
 		out.Layer.Names = []string{v.Ref()}
 	}
-	return connect.NewResponse(out), nil
+	return out, nil
 }
 
 func layerProto(d layer.Descriptor) *dsecv1.Layer {

@@ -271,15 +271,20 @@ func (s fileService) Download(ctx context.Context, req *connect.Request[dsecv1.D
 		if err := copyOut(tree, func(p []byte) error { return stream.Send(&dsecv1.DownloadResponse{Data: p}) }); err != nil {
 			return err
 		}
-		skipped, all := tree.Skipped()
-		for i := range skipped {
-			skipped[i] = text(skipped[i])
-		}
-		if left := all - int64(len(skipped)); left > 0 {
-			skipped = append(skipped, fmt.Sprintf("and %d more", left))
-		}
-		return stream.Send(&dsecv1.DownloadResponse{Skipped: skipped})
+		return stream.Send(&dsecv1.DownloadResponse{Skipped: skippedText(tree.Skipped())})
 	})
+}
+
+// skippedText is what a transfer left out, as text; all is how much that was.
+func skippedText(lines []string, all int64) []string {
+	out := make([]string, 0, len(lines)+1)
+	for _, l := range lines {
+		out = append(out, text(l))
+	}
+	if left := all - int64(len(lines)); left > 0 {
+		out = append(out, fmt.Sprintf("and %d more", left))
+	}
+	return out
 }
 
 func (s fileService) Upload(ctx context.Context, stream *connect.ClientStream[dsecv1.UploadRequest]) (*connect.Response[dsecv1.UploadResponse], error) {
@@ -300,10 +305,10 @@ func (s fileService) Upload(ctx context.Context, stream *connect.ClientStream[ds
 			if err != nil {
 				return nil, err
 			}
-			return &dsecv1.LogRecord{Offset: res.Entries, Outcome: &dsecv1.Outcome{Applied: res.Applied}}, nil
+			return &dsecv1.LogRecord{Offset: res.Entries, Skipped: skippedText(res.Skipped, res.Left), Outcome: &dsecv1.Outcome{Applied: res.Applied}}, nil
 		}}, body)
 	if err != nil {
 		return nil, err
 	}
-	return connect.NewResponse(&dsecv1.UploadResponse{Entries: r.GetOffset(), Applied: r.GetOutcome().GetApplied(), Existed: existed}), nil
+	return connect.NewResponse(&dsecv1.UploadResponse{Entries: r.GetOffset(), Applied: r.GetOutcome().GetApplied(), Existed: existed, Skipped: r.GetSkipped()}), nil
 }

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -20,7 +21,9 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
@@ -548,4 +551,65 @@ func TestFileCalls(t *testing.T) {
 		}
 	}
 	sort.Strings(names)
+}
+
+// What a tree up can't lay down is told, to the SDK and on the command line, and again when the same step is sent again.
+func TestUploadTellsWhatItSkipped(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	sb := s.box(t)
+	data := tarOf(entry{name: "ok", data: "fine"}, entry{name: "dev\xff", kind: tar.TypeChar, major: 1, minor: 3}, entry{name: "odd", kind: 'Z'})
+	for range 2 {
+		r, err := http.NewRequest("PUT", "http://dsec/v1/trees/"+sb.ID+"?path=/srv/up&parents&step=tree-1", bytes.NewReader(data))
+		must(t, err)
+		r.Header.Set("Authorization", "Bearer "+s.key())
+		code, body := s.send(t, r)
+		var out struct{ Skipped []string }
+		must(t, json.Unmarshal([]byte(body), &out))
+		if code != 200 || len(out.Skipped) != 2 || !strings.Contains(out.Skipped[0], "dev") || !strings.Contains(out.Skipped[1], "odd") {
+			t.Errorf("%d %s", code, body)
+		}
+	}
+	dir := t.TempDir()
+	must(t, os.WriteFile(filepath.Join(dir, "ok"), []byte("x"), 0o644))
+	must(t, unix.Mknod(filepath.Join(dir, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
+	b, err := s.dsec("cp", dir, sb.ID+":/srv/cli").CombinedOutput()
+	if err != nil || !strings.Contains(string(b), "skipped") || !strings.Contains(string(b), "null") {
+		t.Errorf("dsec cp: %v %s", err, b)
+	}
+}
+
+// A layer comes in as a plain body, of any size, under a name or without one; what is no tar or broke off leaves nothing under the name.
+func TestPutLayer(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	put := func(query string, body io.Reader) (int, string) {
+		t.Helper()
+		r, err := http.NewRequest("PUT", "http://dsec/v1/layers"+query, body)
+		must(t, err)
+		r.Header.Set("Authorization", "Bearer "+s.key())
+		return s.send(t, r)
+	}
+	data := tarOf(entry{name: "srv/", kind: tar.TypeDir}, entry{name: "srv/put", data: strings.Repeat("x", 3<<20)})
+	var out struct {
+		Layer     struct{ ID string }
+		Published string
+		Existed   bool
+	}
+	code, body := put("?name=put/one&source=a+test", bytes.NewReader(data))
+	must(t, json.Unmarshal([]byte(body), &out))
+	if code != 200 || out.Published != "put/one@1" || out.Layer.ID != s.layer(t, data) {
+		t.Fatalf("%d %s", code, body)
+	}
+	if code, body = put("", bytes.NewReader(data)); code != 200 || !strings.Contains(body, `"existed":true`) {
+		t.Errorf("again: %d %s", code, body)
+	}
+	for query, want := range map[string]string{"?name=Bad%20Name": "publish", "?nmae=x": "nmae", "?name=put/two": "tar"} {
+		if code, body := put(query, strings.NewReader(strings.Repeat("no tar", 1000))); code != 400 || !strings.Contains(body, want) {
+			t.Errorf("%s: %d %s", query, code, body)
+		}
+	}
+	if _, err := s.client().LayerService.GetLayer(within(t), connect.NewRequest(&dsecv1.GetLayerRequest{Ref: "put/two"})); err == nil {
+		t.Error("what is no tar has a name")
+	}
 }

@@ -1376,6 +1376,7 @@ type UploadResponse struct {
 	Entries       int64                  `protobuf:"varint,1,opt,name=entries,proto3" json:"entries,omitempty"`
 	Applied       int64                  `protobuf:"varint,2,opt,name=applied,proto3" json:"applied,omitempty"` // octets of the tar stream
 	Existed       bool                   `protobuf:"varint,3,opt,name=existed,proto3" json:"existed,omitempty"`
+	Skipped       []string               `protobuf:"bytes,4,rep,name=skipped,proto3" json:"skipped,omitempty"` // what could not be laid down: path and reason; at most 500 and a line with the number of the others
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1429,6 +1430,13 @@ func (x *UploadResponse) GetExisted() bool {
 		return x.Existed
 	}
 	return false
+}
+
+func (x *UploadResponse) GetSkipped() []string {
+	if x != nil {
+		return x.Skipped
+	}
+	return nil
 }
 
 var File_dsec_v1_file_proto protoreflect.FileDescriptor
@@ -1535,11 +1543,12 @@ const file_dsec_v1_file_proto_rawDesc = "" +
 	"\aparents\x18\x03 \x01(\bR\aparents\x12\x1d\n" +
 	"\n" +
 	"keep_owner\x18\x04 \x01(\bR\tkeepOwner\x12\x12\n" +
-	"\x04data\x18\x05 \x01(\fR\x04data\"^\n" +
+	"\x04data\x18\x05 \x01(\fR\x04data\"x\n" +
 	"\x0eUploadResponse\x12\x18\n" +
 	"\aentries\x18\x01 \x01(\x03R\aentries\x12\x18\n" +
 	"\aapplied\x18\x02 \x01(\x03R\aapplied\x12\x18\n" +
-	"\aexisted\x18\x03 \x01(\bR\aexisted2\xdc\x04\n" +
+	"\aexisted\x18\x03 \x01(\bR\aexisted\x12\x18\n" +
+	"\askipped\x18\x04 \x03(\tR\askipped2\xdc\x04\n" +
 	"\vFileService\x123\n" +
 	"\x04Stat\x12\x14.dsec.v1.StatRequest\x1a\x15.dsec.v1.StatResponse\x12?\n" +
 	"\x04List\x12\x19.dsec.v1.ListFilesRequest\x1a\x1a.dsec.v1.ListFilesResponse0\x01\x125\n" +

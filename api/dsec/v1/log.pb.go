@@ -126,7 +126,8 @@ type LogRecord struct {
 	Late          bool                   `protobuf:"varint,16,opt,name=late,proto3" json:"late,omitempty"`
 	Summary       *Summary               `protobuf:"bytes,17,opt,name=summary,proto3" json:"summary,omitempty"` // in the record of a sandbox's end
 	Verdict       *Verdict               `protobuf:"bytes,18,opt,name=verdict,proto3" json:"verdict,omitempty"`
-	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"` // how input octets are kept: inline | blob | hash
+	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"`     // how input octets are kept: inline | blob | hash
+	Skipped       []string               `protobuf:"bytes,20,rep,name=skipped,proto3" json:"skipped,omitempty"` // of an upload's end: what could not be laid down
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -292,6 +293,13 @@ func (x *LogRecord) GetInput() string {
 		return x.Input
 	}
 	return ""
+}
+
+func (x *LogRecord) GetSkipped() []string {
+	if x != nil {
+		return x.Skipped
+	}
+	return nil
 }
 
 type ReadLogResponse struct {
@@ -1159,7 +1167,7 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x03key\x18\x03 \x01(\tR\x03key\x12\x19\n" +
 	"\bfrom_seq\x18\x04 \x01(\x03R\afromSeq\x12\x16\n" +
 	"\x06follow\x18\x05 \x01(\bR\x06follow\x12\x16\n" +
-	"\x06output\x18\x06 \x01(\bR\x06output\"\xa5\x04\n" +
+	"\x06output\x18\x06 \x01(\bR\x06output\"\xbf\x04\n" +
 	"\tLogRecord\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x03R\x03seq\x12.\n" +
@@ -1180,7 +1188,8 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x04late\x18\x10 \x01(\bR\x04late\x12*\n" +
 	"\asummary\x18\x11 \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
 	"\averdict\x18\x12 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x14\n" +
-	"\x05input\x18\x13 \x01(\tR\x05input\"?\n" +
+	"\x05input\x18\x13 \x01(\tR\x05input\x12\x18\n" +
+	"\askipped\x18\x14 \x03(\tR\askipped\"?\n" +
 	"\x0fReadLogResponse\x12,\n" +
 	"\arecords\x18\x01 \x03(\v2\x12.dsec.v1.LogRecordR\arecords\"}\n" +
 	"\x11SetVerdictRequest\x12\x18\n" +

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
-from typing import Dict, Iterator, List, Mapping, Optional
+from typing import Dict, List, Mapping, Optional
 
 from ._config import PROTOCOL
 from ._http1 import Head
@@ -111,11 +110,3 @@ class Messages:
             raise self._failure
         if not self.ended:
             raise Unavailable("the stream broke off")
-
-
-def import_body(pieces: Iterator[bytes], publish: str, source: str) -> Iterator[bytes]:
-    """The body of LayerService/Import: a tar in messages."""
-    yield envelope({"publish": publish, "source": source})
-    for data in pieces:
-        for i in range(0, len(data), 256 << 10):
-            yield envelope({"data": base64.b64encode(data[i : i + (256 << 10)]).decode("ascii")})

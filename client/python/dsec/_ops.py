@@ -11,6 +11,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from typing import Collection, Generator, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+from urllib.parse import urlencode
 
 from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, milliseconds, put, put_list, text_of
 from .errors import DeadlineExceeded, DsecError, Invalid, NotFound, Unavailable, unclear
@@ -468,6 +469,10 @@ def environment_body(
         "name": name, "base": base, "workspace": workspace, "kits": list(kits), "env": env_vars(env), "user": user, "cwd": cwd,
         "resources": resources_body(memory, disk, pids, cpu, cpu_weight), "volatile_paths": list(volatile_paths),
     })}
+
+
+def import_route(publish: str, source: str) -> str:
+    return "/v1/layers?" + urlencode(without_empty({"name": publish, "source": source}))
 
 
 def list_layers(prefix: str) -> Op[List[LayerName]]:

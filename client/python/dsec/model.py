@@ -351,10 +351,11 @@ class UploadResult:
     entries: int
     applied: int  # octets of the tar stream
     existed: bool
+    skipped: Sequence[str] = ()  # what could not be laid down: path and reason
 
     @classmethod
     def of(cls, f: Fields) -> UploadResult:
-        return cls(f.number("entries"), f.number("applied"), f.flag("existed"))
+        return cls(f.number("entries"), f.number("applied"), f.flag("existed"), f.texts("skipped"))
 
 
 @dataclass(frozen=True)

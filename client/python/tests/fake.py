@@ -309,15 +309,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             size = struct.unpack(">I", body[1:5])[0]
             messages.append(json.loads(body[5 : 5 + size]))
             body = body[5 + size :]
-        if name == "LayerService/Import":
-            if self.fault(name, messages):
-                return
-            tar = b"".join(base64.b64decode(m.get("data", "")) for m in messages)
-            out = [{"layer": {"id": "sha256:" + hashlib.sha256(tar).hexdigest(), "octets": str(len(tar))}, "published": messages[0].get("publish", "")}]
-        else:
-            if self.fault(name, messages[0]):
-                return
-            out = self.fake.stream(name, messages[0])
+        if self.fault(name, messages[0]):
+            return
+        out = self.fake.stream(name, messages[0])
         if self.dropped:
             self.close_connection = True
             return
@@ -352,13 +346,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_PUT(self):
         route, q = self.query()
-        if q["path"] == b"/refused":
+        if q.get("path") == b"/refused":
             self.close_connection = True
             self.fail(Fail("permission_denied", "write /refused: no"))
             time.sleep(0.2)  # as real servers do: a close with unread octets could overtake the answer
             return
         data = self.body()
         if self.fault("PUT " + route.split("/")[2], q):
+            return
+        if route == "/v1/layers":
+            out = {"layer": {"id": "sha256:" + hashlib.sha256(data).hexdigest(), "octets": str(len(data))}, "published": q.get("name", b"").decode()}
+            if self.dropped:
+                self.close_connection = True
+                return
+            self.reply(200, json.dumps(out).encode())
             return
         step = q["step"]
         existed = step in self.fake.steps

@@ -344,10 +344,10 @@ def test_layers(client, fake, tmp_path):
     got = client.layers.import_folder(tmp_path, "base/x")
     assert got.published == "base/x" and got.layer.octets > 700_000
     assert client.layers.import_tar(b"123").layer.octets == 3
-    fake.faults["LayerService/Import"] += ["drop"]
+    fake.faults["PUT layers"] += ["drop"]
     with pytest.raises(Unavailable):
         client.layers.import_tar(b"123", "named")
-    fake.faults["LayerService/Import"] += ["drop"]
+    fake.faults["PUT layers"] += ["drop"]
     assert client.layers.import_tar(b"123").layer.octets == 3
     assert client.layers.list()[0].versions == {1: "sha256:1"}
 

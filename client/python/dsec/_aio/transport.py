@@ -397,25 +397,6 @@ class Transport:
     def stream(self, procedure: str, body: JSON, deadline: float, stated: bool) -> Stream:
         return Stream(self, procedure, body, deadline, stated)
 
-    async def client_stream(self, procedure: str, body: Body, timeout: float, safe: bool) -> Fields:
-        """A client stream with one answer."""
-        attempts = Attempts(timeout, safe and body.replayable)
-        while True:
-            try:
-                async with await self.request(
-                    "POST", connect.target(procedure), connect.stream_headers(None), body, attempts.deadline, fresh=True
-                ) as r:
-                    answer = await r.read()
-                    if r.head.status != 200:
-                        raise connect.failure(r.head, answer)
-                    messages = connect.Messages()
-                    out = messages.feed(answer)
-                    messages.finish()
-                    return Fields(out[0] if out else {})
-            except Unavailable as e:
-                delay = attempts.again(e)
-            await asyncio.sleep(delay)
-
 
 class AsyncBody:
     """A body whose pieces come from an async iterator; it can't be sent twice."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, List, Optional
 
-from .. import _connect as connect
 from .. import _ops as ops
-from .._net import STREAM_TIME
-from .._octets import JSON, milliseconds
+from .._octets import JSON, Fields, milliseconds
 from .._body import Body, Source, again, body_of
 from .._tar import pack
 from ..model import ApiKey, Environment, ImportedLayer, Layer, LayerName, NewApiKey
@@ -42,9 +40,9 @@ class Layers:
         return self._import(again(lambda: pack(path, at, skipped)), publish, source, timeout)
 
     def _import(self, tar: Body, publish: str, source: str, timeout: Optional[float]) -> ImportedLayer:
-        body = Body(lambda: connect.import_body(tar.open(), publish, source), None, tar.replayable)
+        target = ops.import_route(publish, source)
         # A second attempt would make a second version of the name, so only a nameless import is sent again.
-        return ImportedLayer.of(self._t.client_stream("LayerService/Import", body, STREAM_TIME if timeout is None else timeout, not publish))
+        return ImportedLayer.of(Fields(self._t.upload("PUT", target, {"Content-Type": "application/x-tar"}, tar, timeout, not publish)))
 
     def get(self, ref: str) -> Layer:
         """By ID, name or name@version."""

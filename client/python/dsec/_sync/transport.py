@@ -336,20 +336,3 @@ class Transport:
             for m in messages.feed(piece):
                 yield Fields(m)
         messages.finish()
-
-    def client_stream(self, procedure: str, body: Body, timeout: float, safe: bool) -> Fields:
-        """A client stream with one answer."""
-        attempts = Attempts(timeout, safe and body.replayable)
-        while True:
-            try:
-                with self.request("POST", connect.target(procedure), connect.stream_headers(None), body, attempts.deadline, fresh=True) as r:
-                    answer = r.read()
-                    if r.head.status != 200:
-                        raise connect.failure(r.head, answer)
-                    messages = connect.Messages()
-                    out = messages.feed(answer)
-                    messages.finish()
-                    return Fields(out[0] if out else {})
-            except Unavailable as e:
-                delay = attempts.again(e)
-            time.sleep(delay)
