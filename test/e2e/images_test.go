@@ -215,7 +215,7 @@ func TestStoreDeadInTheMiddle(t *testing.T) {
 	mk := func() *client.Sandbox {
 		return s.box(t, func(o *client.Options) { o.Layers = []string{small, big} })
 	}
-	sb, other := mk(), mk()
+	sb, other, third := mk(), mk(), mk()
 	if got := out(t, sb, "head -c 10 /srv/big | wc -c"); strings.TrimSpace(got) != "10" {
 		t.Fatalf("%q", got)
 	}
@@ -234,6 +234,14 @@ func TestStoreDeadInTheMiddle(t *testing.T) {
 	time.Sleep(200 * time.Millisecond)
 	if err := other.Close(); err != nil {
 		t.Errorf("stop: %v", err)
+	}
+	// One whose read is stuck is paused when the read has failed.
+	if _, err := third.Start(within(t), sh("cat /srv/big >/dev/null; sleep 100")); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(200 * time.Millisecond)
+	if err := third.Pause(within(t)); err != nil {
+		t.Errorf("pause: %v", err)
 	}
 	r.SetFault(nil)
 	if got := strings.Fields(out(t, sb, "sha256sum /srv/big"))[0]; got != sum {
