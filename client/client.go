@@ -34,7 +34,8 @@ const (
 	DefaultKeyFile = "/run/dsec/key"
 )
 
-// Errors of the platform, for errors.Is. The text says what was asked and what to do.
+// Errors of the platform, for errors.Is. The text says what was asked and what to do. A deadline that passed, here or at the server, is
+// context.DeadlineExceeded, and a call that was given up context.Canceled.
 var (
 	ErrNotFound    = errors.New("not found")
 	ErrExists      = errors.New("already exists")
@@ -56,6 +57,8 @@ var codes = map[connect.Code]error{
 	connect.CodePermissionDenied:   ErrDenied,
 	connect.CodeUnauthenticated:    ErrDenied,
 	connect.CodeUnimplemented:      ErrUnsupported,
+	connect.CodeDeadlineExceeded:   context.DeadlineExceeded,
+	connect.CodeCanceled:           context.Canceled,
 }
 
 // Error is a failure told by the server.
