@@ -124,6 +124,9 @@ func datas(list []*client.Sandbox) (out []*dsecv1.Sandbox) {
 
 func itemErrors(list []*dsecv1.ItemError) error {
 	for _, e := range list {
+		if strings.Contains(e.Message, e.Id) {
+			e.Id = "" // it is named already
+		}
 		say("%s%s", prefix(e.Id), e.Message)
 	}
 	if len(list) > 0 {

@@ -107,7 +107,11 @@ func identity(state string) (sandbox.HostID, error) {
 	file := filepath.Join(state, "host-id")
 	b, err := os.ReadFile(file)
 	if err == nil {
-		return sandbox.ParseHostID(string(bytes.TrimSpace(b)))
+		id, err := sandbox.ParseHostID(string(bytes.TrimSpace(b)))
+		if err != nil {
+			err = fmt.Errorf("%s: %w; bring back what it held: sandboxes and their logs belong to that identity", file, err)
+		}
+		return id, err
 	}
 	if !os.IsNotExist(err) {
 		return "", err

@@ -129,7 +129,7 @@ func bare(path string) string {
 func explain(err error) string {
 	text := err.Error()
 	switch {
-	case errors.Is(err, client.ErrDenied):
+	case unauthenticated(err):
 		return text + "\nGive the key with --key-file or DSEC_KEY; `dsec up` wrote the first one beside its socket."
 	case errors.Is(err, client.ErrNotFound) && strings.HasPrefix(text, "sandbox "):
 		return text + "\nA name is that of a living sandbox; one that has ended is found by its ID (`dsec ps -a`)."
@@ -137,6 +137,12 @@ func explain(err error) string {
 		return "interrupted"
 	}
 	return text
+}
+
+// unauthenticated tells a key that is missing or wrong from one that may not do this.
+func unauthenticated(err error) bool {
+	var e *client.Error
+	return errors.As(err, &e) && e.Code == "unauthenticated"
 }
 
 // Validate checks what the form of the output may be: export takes a file there.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -254,6 +255,9 @@ func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1
 	}
 	inst, err := be.Create(ctx, b.id, b.spec, (*sink)(b))
 	if err != nil {
+		if strings.HasPrefix(err.Error(), "create "+string(b.id)) {
+			return nil, err // a backend names the act itself
+		}
 		return nil, fmt.Errorf("create %s: %w", b.id, err)
 	}
 	b.mu.Lock()

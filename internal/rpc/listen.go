@@ -46,6 +46,10 @@ func Listen(addr string) (net.Listener, error) {
 	addr = strings.TrimPrefix(strings.TrimPrefix(addr, "http://"), "https://")
 	l, err := net.Listen("tcp", addr)
 	if err != nil {
+		var op *net.OpError
+		if errors.As(err, &op) { // which says again what was done
+			err = op.Err
+		}
 		return nil, fmt.Errorf("listen on %s: %w", addr, err)
 	}
 	return l, nil

@@ -1,7 +1,10 @@
 package e2e
 
 import (
+	"archive/tar"
+	"bytes"
 	"encoding/json"
+	"io"
 	"os/exec"
 	"strings"
 	"testing"
@@ -55,5 +58,38 @@ func TestHostileTextOnTheCommandLine(t *testing.T) {
 	}
 	if b := run("-o", "json", "top", "--once"); json.Unmarshal([]byte(b), &top) != nil || len(top) == 0 || top[0].ID == "" || len(top[0].Stats) == 0 {
 		t.Errorf("top as JSON: %q", b)
+	}
+}
+
+// An error names what was done and to what once, and does not say it again for every layer that it came through.
+func TestErrorsSayThingsOnce(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	sb := s.box(t)
+	s.named(t, "odd", func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(tarOf(entry{name: "proc", kind: tar.TypeSymlink, link: "/x"}))), nil
+	})
+	for _, args := range [][]string{
+		{"create", "--layer", "odd"}, {"create", "--layer", "nosuch"}, {"create", "--env", "nosuch"}, {"run", "--layer", "odd", "--", "true"}, {"stop", "nosuch"}, {"pause", "nosuch"},
+		{"exec", "nosuch", "--", "true"}, {"exec", sb.ID, "--", "nosuch"}, {"exec", "-u", "nosuch", sb.ID, "--", "true"}, {"exec", "-w", "/nosuch", sb.ID, "--", "true"},
+		{"cp", sb.ID + ":/nosuch", t.TempDir()}, {"cp", "/etc/hosts", sb.ID + ":/bin/sh/x"}, {"snapshot", sb.ID, "Bad Name"}, {"layer", "inspect", "nosuch"}, {"layer", "rollback", "odd", "9"},
+		{"env", "create", "e", "--base", "nosuch"}, {"env", "inspect", "nosuch"}, {"key", "revoke", "nosuch"}, {"key", "create", "--project", "other"}, {"logs", "nosuch"},
+		{"--url", "unix:/nosuch", "ps"}, {"--url", "http://127.0.0.1:1", "ps"}, {"up", "--state", "/proc/nosuch"}, {"up", "--state", s.state, "--run", t.TempDir(), "--listen", ""},
+		{"up", "--state", t.TempDir(), "--run", t.TempDir(), "--listen", "127.0.0.1:99999"},
+	} {
+		b, err := s.dsec(args...).CombinedOutput()
+		if err == nil {
+			t.Errorf("%q succeeded: %s", args, b)
+		}
+		first, _, _ := strings.Cut(string(b), "\n")
+		parts := strings.Split(strings.TrimPrefix(first, "dsec: "), ": ")
+		for i, p := range parts[:len(parts)-1] {
+			next := parts[i+1]
+			verb, _, _ := strings.Cut(p, " ")
+			again, _, _ := strings.Cut(next, " ")
+			if p == next || verb == again && len(verb) > 3 || strings.HasPrefix(next, p+" ") {
+				t.Errorf("%q says %q and then %q: %s", args, p, next, first)
+			}
+		}
 	}
 }
