@@ -298,9 +298,11 @@ func (b *blob) store(i int, data []byte) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.file != file { // emptied meanwhile
+		b.s.size.Add(-int64(len(data)))
 		return false
 	}
 	if err != nil {
+		b.s.size.Add(-int64(len(data)))
 		b.punch(i)
 		b.s.cacheFull(err)
 		return false
@@ -308,7 +310,6 @@ func (b *blob) store(i int, data []byte) bool {
 	b.state[i] = verified
 	b.last[i].Store(b.s.clock())
 	b.kept++
-	b.s.size.Add(int64(len(data)))
 	b.writeBit(i)
 	b.finish()
 	return true

@@ -30,7 +30,7 @@ func (s *Server) limit() int64 {
 	return s.cfg.Limit
 }
 
-// room makes room for n octets; false when there is none.
+// room reserves room for n octets, which count as cached from then on; false when there is none.
 func (s *Server) room(n int64) bool {
 	var st unix.Statfs_t
 	if unix.Statfs(s.cfg.CacheDir, &st) == nil {
@@ -43,10 +43,14 @@ func (s *Server) room(n int64) bool {
 	if n > limit {
 		return false
 	}
-	if s.size.Load()+n > limit {
+	for range 4 { // others reserve beside
+		if s.size.Add(n) <= limit {
+			return true
+		}
+		s.size.Add(-n)
 		s.evict(limit - n)
 	}
-	return s.size.Load()+n <= limit
+	return false
 }
 
 // cacheFull notes that the cache's disk is full: it grows no more for a while.

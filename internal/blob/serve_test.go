@@ -374,3 +374,59 @@ func TestReadsAreTold(t *testing.T) {
 		t.Errorf("after a reset: %v, %v", got, err)
 	}
 }
+
+// All troubles at once: a store that errs, lies and is slow, a cache that is too small, daemons that end. Every octet is right.
+func TestReadsAreRightUnderAllTroubles(t *testing.T) {
+	st := newTrouble()
+	var data []Data
+	var contents [][]byte
+	for i := range 3 {
+		contents = append(contents, random((5+i)*UnitSize+i*4096, uint64(200+i)))
+		data = append(data, st.add(contents[i]))
+	}
+	chance := func(n uint64) bool { return rand.Uint64N(n) == 0 }
+	st.fail = func(string, int64) error {
+		if chance(8) {
+			return errDead
+		}
+		return nil
+	}
+	st.spoil = func(string, int64) bool { return chance(8) }
+	st.delay = func(int64, int) time.Duration { return time.Duration(rand.Uint64N(4)) * time.Millisecond }
+	r := newRig(t, st, func(c *Config) { c.Limit = 9 * UnitSize; c.Deadline = 30 * time.Second })
+	var files []*os.File
+	for i := range data {
+		files = append(files, r.open(data[i]))
+	}
+	var wg sync.WaitGroup
+	done := make(chan struct{})
+	for i := range 6 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			rnd := rand.New(rand.NewPCG(uint64(i), 9))
+			buf := make([]byte, 2*UnitSize)
+			for range 80 {
+				k := rnd.IntN(3)
+				off := rnd.Int64N(data[k].Size)
+				n := min(rnd.Int64N(int64(len(buf)))+1, data[k].Size-off)
+				if _, err := files[k].ReadAt(buf[:n], off); err != nil || string(buf[:n]) != string(contents[k][off:off+n]) {
+					t.Errorf("read of %d at %d: %v, or wrong octets", n, off, err)
+					return
+				}
+			}
+		}()
+	}
+	go func() { wg.Wait(); close(done) }()
+	for running := true; running; {
+		select {
+		case <-done:
+			running = false
+		case <-time.After(150 * time.Millisecond):
+			r.restart()
+		}
+	}
+	for i := range data {
+		same(t, files[i], contents[i])
+	}
+}

@@ -486,3 +486,31 @@ func FuzzRequest(f *testing.F) {
 		}
 	})
 }
+
+// A keeper that died takes what was parked with it; the next one gets it again from the daemon, and a kill costs nothing then either.
+func TestParkIsFilledAgain(t *testing.T) {
+	h := newHouse(t, 0, nil)
+	content := random(3<<20, 6)
+	_, d := h.image(map[string][]byte{"f": content})
+	f, err := h.Open(context.Background(), d)
+	do(t, err)
+	defer f.Close()
+	h.park.drop()
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		if _, files, err := h.park.Parked(context.Background(), parkName); err == nil {
+			closeFiles(files)
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("the connection is not parked again")
+		}
+	}
+	first := h.pid()
+	h.kill()
+	if _, err := f.ReadAt(make([]byte, 4096), 2<<20); err != nil {
+		t.Error(err)
+	}
+	if h.pid() == first {
+		t.Error("the daemon was not replaced")
+	}
+}
