@@ -28,6 +28,8 @@ scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mmdebstrap:mmdebstrap mke2fs:
 programs() {
   cat <<'T'
 upper      ./internal/layer/upper            1200
+erofs      ./internal/layer/erofs            900
+layer      ./internal/layer                  1800
 confine    ./internal/confine                600
 keeper     ./internal/keeper                 1200
 container  ./internal/backend/container      2400

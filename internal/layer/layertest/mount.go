@@ -33,16 +33,13 @@ func mount(t testing.TB, image, data string) string {
 		t.Fatal(err)
 	}
 	err := mountFile(image, data, dir)
-	if data != "" && (errors.Is(err, unix.ENOTBLK) || errors.Is(err, unix.ENODEV)) {
-		t.Skipf("skip: this kernel mounts no EROFS of two files without loop devices: %v", err)
-	}
-	if errors.Is(err, unix.ENOTBLK) || errors.Is(err, unix.ENODEV) {
-		// Before 6.12 a file is not a source; mount(8) makes the loop device.
-		out, lerr := exec.Command("mount", "-t", "erofs", "-o", "loop,ro", image, dir).CombinedOutput()
-		if lerr != nil {
-			t.Skipf("skip: no EROFS here: %v, loop: %s", err, out)
+	if errors.Is(err, unix.ENOTBLK) || errors.Is(err, unix.ENODEV) { // before 6.12 a file is not a source
+		image, data = loop(t, image), loop(t, data)
+		if err = mountFile(image, data, dir); errors.Is(err, unix.ENODEV) {
+			t.Skipf("skip: no EROFS here: %v", err)
 		}
-	} else if err != nil {
+	}
+	if err != nil {
 		t.Fatalf("mount %s: %v", image, err)
 	}
 	t.Cleanup(func() {
@@ -51,6 +48,25 @@ func mount(t testing.TB, image, data string) string {
 		}
 	})
 	return dir
+}
+
+// loop puts a loop device on a file, for the time of the test.
+func loop(t testing.TB, file string) string {
+	t.Helper()
+	if file == "" {
+		return ""
+	}
+	out, err := exec.Command("losetup", "--read-only", "--find", "--show", file).Output()
+	if err != nil {
+		t.Skipf("skip: no EROFS of files here, and no loop device: %v", err)
+	}
+	dev := strings.TrimSpace(string(out))
+	t.Cleanup(func() {
+		if out, err := exec.Command("losetup", "--detach", dev).CombinedOutput(); err != nil {
+			t.Errorf("losetup --detach %s: %v: %s", dev, err, out)
+		}
+	})
+	return dev
 }
 
 func mountFile(image, data, dir string) error {
