@@ -298,7 +298,7 @@ func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox
 	for _, w := range wants {
 		if len(order) == 0 {
 			if len(f.Nameless) > 0 {
-				return nil, fmt.Errorf("create with %s: %s did not answer so far, so whether it was made is not known: %w", w, firstOf(f.Nameless), rpc.ErrUnavailable)
+				return nil, fmt.Errorf("create with %s: %s did not answer so far, so whether it was made is not known; repeat the call. %s: %w", w, firstOf(f.Nameless), whatToDo(f, time.Now()), rpc.ErrUnavailable)
 			}
 			break
 		}

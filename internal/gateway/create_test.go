@@ -117,6 +117,20 @@ func TestUnreachableHostMakesAKeyedCreateUnknown(t *testing.T) {
 	if _, err := c.create(t, &dsecv1.CreateRequest{Key: "k"}); !errors.Is(err, rpc.ErrUnavailable) {
 		t.Errorf("the host that has it is away: %v", err)
 	}
+	// Once it counts as down, the error tells the operator which host, since when, and what to do when it is lost for good.
+	lost := c.host(sb.Id)
+	for i := range 30 { // keys whose first host is the other one: it alone can be asked
+		eventually(t, "the error names the lost host", func() bool {
+			_, err := c.create(t, &dsecv1.CreateRequest{Key: fmt.Sprintf("other-%d", i)})
+			if err == nil || !errors.Is(err, rpc.ErrUnavailable) {
+				t.Fatalf("key other-%d: %v", i, err)
+			}
+			return strings.Contains(err.Error(), lost.addr) && (!strings.Contains(err.Error(), "not all hosts") || strings.Contains(err.Error(), "--host (or gateway.hosts) "+lost.addr) && strings.Contains(err.Error(), "silent for"))
+		})
+		if i == 2 {
+			break
+		}
+	}
 	if c.total() != 1 {
 		t.Errorf("%d sandboxes", c.total())
 	}

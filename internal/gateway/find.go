@@ -133,9 +133,31 @@ func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbo
 		}
 	}
 	if unknown {
-		return nil, nil, fmt.Errorf("find %s: not all hosts could be asked (%s), so whether it exists is not known; repeat the call, or remove a lost host from the configuration: %w", what, firstOf(missing), rpc.ErrUnavailable)
+		return nil, nil, fmt.Errorf("find %s: not all hosts could be asked (%s), so whether it exists is not known; repeat the call. %s: %w", what, firstOf(missing), whatToDo(f, time.Now()), rpc.ErrUnavailable)
 	}
 	return nil, nil, nil
+}
+
+// whatToDo tells the operator how to go on without the hosts that do not answer: only a person knows whether one is lost for good.
+func whatToDo(f *placement.Fleet, now time.Time) string {
+	var gone []string
+	for _, h := range f.Hosts {
+		switch {
+		case h.Up:
+		case h.At.IsZero():
+			gone = append(gone, h.Addr)
+		default:
+			gone = append(gone, fmt.Sprintf("%s (%s, silent for %v)", h.Addr, h.ID, now.Sub(h.At).Round(time.Second)))
+		}
+	}
+	for _, a := range f.Nameless {
+		gone = append(gone, a+" (never answered this gateway)")
+	}
+	if len(gone) == 0 {
+		return "The host that did not answer was there a moment ago"
+	}
+	return "If it is lost for good, start the gateways without --host (or gateway.hosts) " + firstOf(gone) +
+		": its sandboxes are given up by that; docs/ops/config.md says what to do when it comes back. A create without key and name goes elsewhere meanwhile"
 }
 
 func firstOf(list []string) string {
