@@ -22,6 +22,7 @@ const (
 	watchTick    = time.Second
 	keyEvery     = 2 * time.Second  // between two looks at the key of an open stream
 	defaultStall = 60 * time.Second // without an octet of a body
+	smallBody    = 64 << 10         // octets of a call that comes as a whole
 	lastWord     = 2 * time.Second  // for the error of a request that is ended
 )
 
@@ -80,10 +81,11 @@ func (w *watch) serve(rw http.ResponseWriter, r *http.Request, stalls bool, next
 	next.ServeHTTP(rw, r)
 }
 
-// lasts tells streams and plain bodies from calls that answer at once.
+// lasts tells streams and bodies that come in pieces from calls that answer at once.
 func lasts(r *http.Request) bool {
 	t := r.Header.Get("Content-Type")
-	return strings.HasPrefix(t, "application/connect+") || strings.HasPrefix(t, "application/grpc") || strings.HasPrefix(r.URL.Path, "/v1/")
+	return strings.HasPrefix(t, "application/connect+") || strings.HasPrefix(t, "application/grpc") || strings.HasPrefix(r.URL.Path, "/v1/") ||
+		r.Method == http.MethodPost && (r.ContentLength > smallBody || r.ContentLength < 0)
 }
 
 // bulk says of a stream whether it carries a body as fast as both sides can: one that waits for events may be still for days.

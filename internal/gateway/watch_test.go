@@ -258,6 +258,16 @@ func TestStalledBodiesEnd(t *testing.T) {
 		return h.broken == 1
 	})
 
+	call, err := net.Dial("tcp", strings.TrimPrefix(c.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer call.Close()
+	fmt.Fprintf(call, "POST /dsec.v1.CommandService/Start HTTP/1.1\r\nHost: x\r\nX-API-Key: %s\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{", c.key)
+	if err := answerOf(call); err == nil {
+		t.Error("a call whose body stalls was answered as if it had come")
+	}
+
 	h2, tr2 := c.overHTTP2(t)
 	up := dsecv1connect.NewFileServiceClient(&http.Client{Transport: withKey{c.key, tr2}}, h2).Write(context.Background())
 	if err := up.Send(&dsecv1.WriteRequest{At: &dsecv1.Path{Sandbox: sb.Id, Path: "/f"}, Data: []byte("x")}); err != nil {
