@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# run.sh create|exec|idle|trajectory [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
+# run.sh create|exec|idle|trajectory|dedup|images|burst [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:-} n=${2:-}
+what=${1:-} n=${2:-} program=${1:-}
 case "$what" in
   create) scripts/deps.sh crun:crun runc:runc containerd:containerd ctr:containerd; args=() ;;
   exec) args=() ;;
@@ -13,8 +13,10 @@ case "$what" in
     [ -n "$base" ] || { echo "bench: no Debian tree; DSEC_BENCH_BASE names a tar, make test makes one" >&2; exit 1; }
     args=(-base "$base")
     scripts/bench_wheels.sh bin/bench-wheels && args+=(-wheels bin/bench-wheels) || echo "# no wheels: files are edited instead" >&2 ;;
-  *) echo "usage: make bench B=create|exec|idle|trajectory|dedup [N=1000]" >&2; exit 2 ;;
+  images) scripts/deps.sh mmdebstrap:mmdebstrap; args=() ;;
+  burst) scripts/deps.sh mmdebstrap:mmdebstrap; args=(-burst) program=images ;;
+  *) echo "usage: make bench B=create|exec|idle|trajectory|dedup|images|burst [N=1000]" >&2; exit 2 ;;
 esac
 [ -x "${DSEC:-bin/dsec}" ] || { echo "bench: ${DSEC:-bin/dsec} is missing; make build" >&2; exit 1; }
-CGO_ENABLED=0 ${GO:-go} build -o "bin/bench-$what" "./bench/$what"
-exec "bin/bench-$what" ${args[@]+"${args[@]}"} ${BENCH_FLAGS:-}
+CGO_ENABLED=0 ${GO:-go} build -o "bin/bench-$program" "./bench/$program"
+exec "bin/bench-$program" ${args[@]+"${args[@]}"} ${BENCH_FLAGS:-}

@@ -20,11 +20,18 @@ import (
 func main() {
 	rounds := flag.Int("rounds", 3, "times that everything is measured; figures are medians over them")
 	cache := flag.String("cache", "bin/images", "folder that keeps the environments' tars")
+	many := flag.Bool("burst", false, "many sandboxes over many environments instead")
 	only := flag.String("only", "", "one environment: python, go or node")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
-	if err := run(ctx, *rounds, *cache, *only); err != nil {
+	err := error(nil)
+	if *many {
+		err = runBurst(ctx, *cache)
+	} else {
+		err = run(ctx, *rounds, *cache, *only)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench images:", err)
 		os.Exit(1)
 	}

@@ -105,7 +105,11 @@ func (s *subject) measureLocal(ctx context.Context, tree string, rounds int) (er
 // measurePull fetches the image from a registry and unpacks it, then does the command in it.
 func (s *subject) measurePull(ctx context.Context, tree, dir string, rounds int) error {
 	l := new(link)
-	r := newRegistry(filepath.Join(dir, "registry"), l)
+	blobs := filepath.Join(dir, "registry")
+	if err := os.Mkdir(blobs, 0o700); err != nil {
+		return err
+	}
+	r := newRegistry(blobs, l)
 	defer r.server.Close()
 	if err := r.push(ctx, s.env.name, tree); err != nil {
 		return err
@@ -139,14 +143,15 @@ func (s *subject) measurePull(ctx context.Context, tree, dir string, rounds int)
 // command reads.
 func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds int) (err error) {
 	l := new(link)
-	bucket := storetest.NewS3(filepath.Join(dir, "s3"))
+	objects := filepath.Join(dir, "s3")
+	if err := os.Mkdir(objects, 0o700); err != nil {
+		return err
+	}
+	bucket := storetest.NewS3(objects)
 	s3 := httptest.NewServer(l.wrap(bucket))
 	defer s3.Close()
-	server, err := measure.StartEmpty(ctx, measure.Config{
-		Pool: pool,
-		Args: []string{"--store", "s3://" + storetest.Bucket + "/bench?endpoint=" + s3.URL + "&path_style=true"},
-		Env:  []string{"AWS_ACCESS_KEY_ID=" + storetest.AccessKey, "AWS_SECRET_ACCESS_KEY=" + storetest.SecretKey},
-	})
+	far := "s3://" + storetest.Bucket + "/bench?endpoint=" + s3.URL + "&path_style=true"
+	server, err := measure.StartEmpty(ctx, measure.Config{Pool: pool, Args: []string{"--store", far}, Env: credentials})
 	if err != nil {
 		return err
 	}
@@ -159,7 +164,7 @@ func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds in
 	do := func() error { return command(ctx, server, layer, s.env.command) }
 	for _, hot := range []bool{false, true} {
 		if hot {
-			if err := profile(ctx, server, layer, s.env.command); err != nil {
+			if err := profile(ctx, server, layer, s.env.command, far); err != nil {
 				return err
 			}
 		}
@@ -203,18 +208,32 @@ func forget(dir string) error {
 	return err
 }
 
-// profile lays the layer out anew, with what the command reads in front.
-func profile(ctx context.Context, s *measure.Server, layer, text string) error {
-	cmd := exec.CommandContext(ctx, measure.Binary(), "layer", "profile", layer, "--", "/bin/sh", "-c", text)
-	cmd.Env = append(os.Environ(), "DSEC_URL=unix:"+filepath.Join(s.Dir, "run/dsec.sock"), "DSEC_KEY_FILE="+filepath.Join(s.Dir, "run/key"))
+// profile lays the layer out anew, with what a first start of the command read in front.
+func profile(ctx context.Context, s *measure.Server, layer, text, far string) error {
+	if err := s.Restart(ctx, func() error { return forget(s.Dir) }); err != nil {
+		return err
+	}
+	if err := measure.DropCaches(); err != nil {
+		return err
+	}
+	if err := command(ctx, s, layer, text); err != nil {
+		return err
+	}
+	if err := stopEnded(ctx); err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, measure.Binary(), "layer", "profile", layer, "--layout", "--run", filepath.Join(s.Dir, "run"), "--local", far,
+		"--url", "unix:"+filepath.Join(s.Dir, "run/dsec.sock"), "--key-file", filepath.Join(s.Dir, "run/key"))
+	cmd.Env = append(os.Environ(), credentials...)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("profile: %w: %s", err, tail(out.String()))
 	}
-	measure.Note("profile: %s", tail(out.String()))
 	return nil
 }
+
+var credentials = []string{"AWS_ACCESS_KEY_ID=" + storetest.AccessKey, "AWS_SECRET_ACCESS_KEY=" + storetest.SecretKey}
 
 const mb = 1e6
 
