@@ -49,7 +49,8 @@ class AsyncSandbox:
         """Runs a command and waits for its end: `exec("ls", "-l")` or `exec(["ls", "-l"])`. Options: see `CommandOptions`. How it ended is
         in the result; errors are the platform's alone. When the waiting is interrupted, the command goes on."""
         body = ops.start_body(self.id, argv=ops.argv_of(argv), **options)
-        return self._t.recorded.result(body) or await self._t.run(ops.execute(body))
+        known = self._t.recorded.result(body)
+        return known if known is not None else await self._t.run(ops.execute(body))
 
     async def sh(self, text: Octets, **options: Unpack[CommandOptions]) -> Result:
         """Runs `/bin/sh -c text`. For state that stays between commands see `session`."""
