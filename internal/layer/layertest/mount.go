@@ -75,6 +75,9 @@ func mountFile(image, data, dir string) error {
 		return err
 	}
 	defer unix.Close(fs)
+	if err := unix.FsconfigSetFlag(fs, "ro"); err != nil { // else a read-only block device is refused
+		return err
+	}
 	if err := unix.FsconfigSetString(fs, "source", image); err != nil {
 		return err
 	}
