@@ -79,7 +79,7 @@ type verdictCmd struct {
 	ID       string   `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
 	Reward   *float64 `help:"Reward." placeholder:"NUMBER"`
 	Metadata string   `help:"Free metadata: a JSON object." placeholder:"JSON"`
-	Key      string   `help:"The same key with the same content is taken once." default:"verdict" placeholder:"KEY" name:"verdict-key"`
+	Key      string   `help:"The same key with the same content is taken once; a verdict with a new key replaces the one before." default:"verdict" placeholder:"KEY" name:"verdict-key"`
 }
 
 // Run attaches a verdict.

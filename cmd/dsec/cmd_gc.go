@@ -18,6 +18,9 @@ type gcCmd struct {
 
 // Run collects the chunks of a bucket that no object names. Gateways do the same every few hours for the store that they write.
 func (x *gcCmd) Run(ctx context.Context, c *cli) error {
+	if err := existing(x.Store); err != nil {
+		return err
+	}
 	s, err := store.Parse(x.Store, "")
 	if err != nil {
 		return err

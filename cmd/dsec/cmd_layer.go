@@ -13,6 +13,7 @@ import (
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
+	"github.com/dsec-dev/dsec/internal/layer"
 )
 
 type layerCmd struct {
@@ -36,6 +37,10 @@ type layerBuildCmd struct {
 }
 
 func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
+	// The gateway checks it too, but after minutes of building.
+	if err := layer.CheckName("name", x.Name); err != nil {
+		return err
+	}
 	cl, err := c.client(ctx)
 	if err != nil {
 		return err
@@ -56,7 +61,11 @@ func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
 		if r.Existed {
 			note = " (the same tree was there already)"
 		}
-		fmt.Printf("%s %s %s, %d entries%s\n", r.Published, short(r.Layer.Id), octetText(r.Layer.Octets), r.Layer.Entries, note)
+		entries := "1 entry"
+		if r.Layer.Entries != 1 {
+			entries = fmt.Sprintf("%d entries", r.Layer.Entries)
+		}
+		fmt.Printf("%s %s %s, %s%s\n", r.Published, short(r.Layer.Id), octetText(r.Layer.Octets), entries, note)
 	})
 }
 
@@ -286,7 +295,11 @@ func (x *envListCmd) Run(ctx context.Context, c *cli) error {
 			if e.Current {
 				mark = "*"
 			}
-			rows = append(rows, []string{fmt.Sprintf("%s@%d%s", e.Name, e.Version, mark), e.Base, dash(e.Workspace), dash(strings.Join(e.Kits, ",")), ago(e.Created.AsTime())})
+			kits := make([]string, len(e.Kits))
+			for i, k := range e.Kits {
+				kits[i] = short(k)
+			}
+			rows = append(rows, []string{fmt.Sprintf("%s@%d%s", e.Name, e.Version, mark), short(e.Base), dash(short(e.Workspace)), dash(strings.Join(kits, ",")), ago(e.Created.AsTime())})
 		}
 		table(os.Stdout, []string{"NAME", "BASE", "WORKSPACE", "KITS", "AGE"}, rows)
 	})

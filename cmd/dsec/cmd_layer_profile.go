@@ -23,6 +23,9 @@ type layerProfileCmd struct {
 
 // Run tells what sandboxes of this machine read of a layer through the blob daemon, in the order of the first reads.
 func (x *layerProfileCmd) Run(ctx context.Context, c *cli) error {
+	if err := ownFolder(x.Local); err != nil {
+		return err
+	}
 	st, err := openStores([]string{x.Local}, "")
 	if err != nil {
 		return err

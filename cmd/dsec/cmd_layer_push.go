@@ -28,6 +28,9 @@ type ownStore struct {
 }
 
 func (x *ownStore) open(ctx context.Context, c *cli, other string) (cl *client.Client, own, far store.Store, err error) {
+	if err = ownFolder(x.Local); err != nil {
+		return nil, nil, nil, err
+	}
 	if own, err = openStores([]string{x.Local}, ""); err == nil {
 		far, err = openStores([]string{other}, "")
 	}
@@ -155,6 +158,9 @@ type layerPullCmd struct {
 
 // Run copies what the services' store lacks, then has the gateway take the layers over and name them.
 func (x *layerPullCmd) Run(ctx context.Context, c *cli) error {
+	if err := existing(x.Store); err != nil {
+		return err
+	}
 	cl, own, far, err := x.open(ctx, c, x.Store)
 	if err != nil {
 		return err

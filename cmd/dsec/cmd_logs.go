@@ -78,6 +78,14 @@ func printRecord(r *dsecv1.LogRecord) error {
 	case "verdict":
 		_, err := fmt.Printf("%s %s\n", head, verdictText(r.Verdict))
 		return err
+	case "stdin":
+		var q dsecv1.WriteStdinRequest
+		end := ""
+		if (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal([]byte(r.RequestJson), &q) == nil && q.Eof {
+			end = " closed"
+		}
+		_, err := fmt.Printf("%s %s%s\n", head, r.Step, end)
+		return err
 	case "end":
 		_, err := fmt.Printf("%s %s %s\n", head, r.Step, plain(outcomeText(r.Outcome)))
 		return err
@@ -125,6 +133,7 @@ func requestText(j string) string {
 		Argv    []string `json:"argv"`
 		Text    string   `json:"text"`
 		Session string   `json:"session"`
+		At      struct{ Path, User string }
 	}
 	if json.Unmarshal([]byte(j), &m) == nil {
 		if len(m.Argv) > 0 {
@@ -132,6 +141,9 @@ func requestText(j string) string {
 		}
 		if m.Session != "" && m.Text != "" {
 			return fmt.Sprintf("[%s] %q", m.Session, m.Text)
+		}
+		if m.At.Path != "" {
+			return strings.TrimSuffix(fmt.Sprintf("%s as %s", quoteWords([]string{m.At.Path}), m.At.User), " as ")
 		}
 	}
 	if len(j) > 300 {

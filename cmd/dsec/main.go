@@ -82,6 +82,9 @@ func main() {
 	if len(words) == 0 {
 		words = []string{"--help"}
 	}
+	if words[0] == "help" { // as many programs have it
+		words = append(words[1:], "--help")
+	}
 	parsed, err := k.Parse(words)
 	if err != nil {
 		// Standard output is for what was asked for, and codes below 125 are those of commands inside.

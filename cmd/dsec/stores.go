@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/dsec-dev/dsec/internal/store"
 )
@@ -31,6 +32,27 @@ func (p *places) storeNames(flags []string) ([]string, error) {
 		}
 	}
 	return out, nil
+}
+
+// existing refuses a folder that is not there: a wrong name would else make an empty store in its place.
+func existing(name string) error {
+	if strings.Contains(name, "://") {
+		return nil
+	}
+	if f, err := os.Stat(name); err != nil {
+		return fmt.Errorf("store: %w", err)
+	} else if !f.IsDir() {
+		return fmt.Errorf("store %s: no folder", name)
+	}
+	return nil
+}
+
+// ownFolder refuses a folder that is not the services' store.
+func ownFolder(name string) error {
+	if err := existing(name); err != nil {
+		return fmt.Errorf("%w; give --local as the --store of `dsec up`, or STATE/store", err)
+	}
+	return nil
 }
 
 // openStores opens stores as one. local is where they keep drafts and copies of indexes.

@@ -171,7 +171,10 @@ func (h *Host) removeLogs(ctx context.Context, name string, older time.Duration)
 			over = append(over, j)
 		case !idle && name != "":
 			h.mu.Unlock()
-			return 0, fmt.Errorf("job %.60q: %d sandboxes live or its lease runs; stop it first: %w", name, j.living, sandbox.ErrState)
+			if j.living == 0 {
+				return 0, fmt.Errorf("job %.60q: its lease runs; wait for its end, or stop the job first: %w", name, sandbox.ErrState)
+			}
+			return 0, fmt.Errorf("job %.60q: %d of its sandboxes live; stop it first: %w", name, j.living, sandbox.ErrState)
 		}
 	}
 	if name == "" || name == noJob {

@@ -83,7 +83,7 @@ func (b *box) judge(ctx context.Context, v *dsecv1.Verdict) (_ *dsecv1.Verdict, 
 	switch {
 	case known && was != sum:
 		b.mu.Unlock()
-		return nil, false, fmt.Errorf("verdict %s of sandbox %s: its key was used for another; give a new key to replace it: %w", v.Key, b.id, sandbox.ErrExists)
+		return nil, false, fmt.Errorf("verdict of sandbox %s: key %q was used for another; one with a new key replaces it: %w", b.id, v.Key, sandbox.ErrExists)
 	case known:
 		last := b.verdict
 		b.mu.Unlock()

@@ -471,7 +471,7 @@ func (im *Images) get(ctx context.Context, project string, r Ref) (*Image, error
 	for p := project; p != ""; p = parent(p) {
 		f, err := im.facts.Get(ctx, factKey(p, r))
 		if errors.Is(err, sandbox.ErrNotFound) {
-			nothing = err
+			nothing = sandbox.ErrNotFound // the key of the fact says nothing to who asks
 			continue
 		}
 		if err != nil {

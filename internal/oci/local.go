@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -96,7 +97,7 @@ func (l *layout) image(ctx context.Context, tag, arch string) (*Local, error) {
 	}
 	switch {
 	case len(list) == 0 && tag != "":
-		return nil, fmt.Errorf("no image %s; it has %s: %w", tag, strings.Join(names, ", "), sandbox.ErrNotFound)
+		return nil, fmt.Errorf("no image %s; it has %s: %w", tag, cmp.Or(strings.Join(names, ", "), "images without a name (give none, and --name)"), sandbox.ErrNotFound)
 	case len(list) == 0:
 		return nil, fmt.Errorf("it has no images: %w", sandbox.ErrInvalid)
 	case tag == "" && len(names) > 1:
@@ -312,7 +313,7 @@ func archive(f *os.File, tag, arch string) (*Local, error) {
 	case tag == "":
 		return nil, fmt.Errorf("it has several images, say which: %s: %w", strings.Join(names, ", "), sandbox.ErrInvalid)
 	case pick < 0:
-		return nil, fmt.Errorf("no image %s; it has %s: %w", tag, strings.Join(names, ", "), sandbox.ErrNotFound)
+		return nil, fmt.Errorf("no image %s; it has %s: %w", tag, cmp.Or(strings.Join(names, ", "), "images without a name (give none, and --name)"), sandbox.ErrNotFound)
 	}
 	m := list[pick]
 	out := &Local{}
