@@ -67,7 +67,11 @@ func (x *layerProfileCmd) Run(ctx context.Context, c *cli) error {
 	for _, f := range files {
 		fmt.Println(lines(f))
 	}
-	fmt.Fprintf(os.Stderr, "%s of %s were read\n", octetText(octets), plural(len(files), "file"))
+	note := ""
+	if x.Layout {
+		note = "; the layer is stored anew with that in front"
+	}
+	fmt.Fprintf(os.Stderr, "%s of %s were read%s\n", octetText(octets), plural(len(files), "file"), note)
 	return nil
 }
 

@@ -473,6 +473,9 @@ func (x *upCmd) Run(ctx context.Context) error {
 	if !x.Keep {
 		err = errors.Join(err, m.pool.Close())
 	}
+	if err == nil {
+		logger.Info("dsec has ended", "sandboxes_kept", x.Keep)
+	}
 	return err
 }
 
