@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
 )
 
@@ -82,13 +83,13 @@ func furnishUpper(parent int, name string, b *Birth, im *image) (laid map[string
 func furnish(fd int, b *Birth) (laid map[string]string, err error) {
 	for _, d := range furnished {
 		if err := makeDir(fd, "/", d.name, d.mode, int(b.UIDBase)); err != nil {
-			return nil, fmt.Errorf("make /%s: %w", d.name, err)
+			return nil, fmt.Errorf("make /%s: %w", d.name, imageFault(err))
 		}
 	}
 	hosts := readIn(fd, "/etc/hosts")
 	etc, err := inRoot(fd, "/etc", unix.O_PATH|unix.O_DIRECTORY, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open /etc: %w", err)
+		return nil, fmt.Errorf("open /etc: %w", imageFault(err))
 	}
 	defer unix.Close(etc)
 	laid = map[string]string{}
@@ -96,13 +97,22 @@ func furnish(fd int, b *Birth) (laid map[string]string, err error) {
 		text := textOf(name, b, hosts)
 		wrote, err := layFile(fd, etc, name, text, int(b.UIDBase))
 		if err != nil {
-			return nil, fmt.Errorf("write /etc/%s: %w", name, err)
+			return nil, fmt.Errorf("write /etc/%s: %w", name, imageFault(err))
 		}
 		if wrote {
 			laid["etc/"+name] = sum(text)
 		}
 	}
 	return laid, nil
+}
+
+// imageFault tells what an image brings about by the kind of file that it has at a name from what the machine fails at.
+func imageFault(err error) error {
+	switch err {
+	case unix.ENOTDIR, unix.EISDIR, unix.EEXIST, unix.ELOOP:
+		return fmt.Errorf("the image has something else there: %w: %w", err, sandbox.ErrInvalid)
+	}
+	return err
 }
 
 func makeDir(fd int, dir, name string, mode uint32, uid int) error {

@@ -1,6 +1,7 @@
 package keeper
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -8,6 +9,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 )
 
 // A birth from layers that were seen before lays its files into the upper; what a sandbox sees must be what the first one saw, whose
@@ -80,6 +82,35 @@ func TestBirthsOfOneImageAreAlike(t *testing.T) {
 			}
 			if err := h.c.UnmountLayer(within(t), id); err != nil {
 				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// What an image has in the way of the folders and files that every sandbox gets is the image's fault, not the platform's.
+func TestImageInTheWayIsInvalid(t *testing.T) {
+	for name, change := range map[string]string{
+		"etc is a file":           "echo x >etc",
+		"etc is a dangling link":  "ln -s /nowhere/etc etc",
+		"etc is a link in a ring": "ln -s etc etc",
+		"tmp is a file":           "echo x >tmp",
+		"proc is a dangling link": "ln -s nothing proc",
+		"hosts is a folder":       "mkdir -p etc/hosts/x",
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			cmd := exec.Command("sh", "-ec", change)
+			cmd.Dir = dir
+			if out, err := cmd.CombinedOutput(); err != nil {
+				t.Fatalf("%v %s", err, out)
+			}
+			root, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer unix.Close(root)
+			if _, err := furnish(root, &Birth{Hostname: "box", UIDBase: uint32(os.Getuid())}); !errors.Is(err, sandbox.ErrInvalid) {
+				t.Errorf("got %v, want an error of the input", err)
 			}
 		})
 	}

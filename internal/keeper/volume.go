@@ -46,7 +46,7 @@ func volumePlace(root int, p string, uid int) error {
 			return fmt.Errorf("%s is no folder in the image: %w", at, sandbox.ErrInvalid)
 		}
 		if err != nil {
-			return fmt.Errorf("make %s: %w", at, err)
+			return fmt.Errorf("make %s: %w", at, imageFault(err))
 		}
 	}
 	fd, err := unix.Openat2(root, strings.TrimPrefix(p, "/"), &unix.OpenHow{Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC,

@@ -208,6 +208,11 @@ func CheckVolumes(list []Volume) error {
 		if v.Path == "/" || path.Clean(v.Path) != v.Path {
 			return fmt.Errorf("volume at %.80q: want a clean path below the root, as /data: %w", v.Path, ErrInvalid)
 		}
+		for name := range strings.SplitSeq(v.Path, "/") {
+			if len(name) > 255 { // no file system has such a name
+				return fmt.Errorf("volume at %.80q: a part of %d octets, at most 255: %w", v.Path, len(name), ErrInvalid)
+			}
+		}
 		for _, own := range []string{"/proc", "/sys", "/dev"} {
 			if within(v.Path, own) {
 				return fmt.Errorf("volume at %.80q: %s is the sandbox's own: %w", v.Path, own, ErrInvalid)
