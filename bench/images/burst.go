@@ -150,7 +150,7 @@ func runBurst(ctx context.Context, cache string) (err error) {
 	if err := unix.Statfs(dir, &st); err != nil {
 		return err
 	}
-	const need = 40 << 30
+	const need = 28 << 30
 	if free := int64(st.Bavail) * st.Bsize; free < need {
 		return fmt.Errorf("%s: %d GiB are free, the burst needs %d", dir, free>>30, need>>30)
 	}
