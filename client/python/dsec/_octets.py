@@ -10,6 +10,7 @@ import base64
 import binascii
 import datetime
 import math
+import re
 from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, TypeVar, Union
 
 from .errors import Internal, Invalid
@@ -93,6 +94,26 @@ def milliseconds(seconds: Optional[float], what: str) -> int:
     if math.isnan(seconds) or math.isinf(seconds) or abs(seconds) > 1e12:
         raise Invalid(f"{what} {seconds}: want seconds")
     return math.ceil(seconds * 1000) if seconds > 0 else math.floor(seconds * 1000)
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([kmgt]?)(?:i?b)?")
+
+
+def size(value: Union[int, float, str], what: str) -> int:
+    """Octets: a number of them, or text with a unit of 1,024s as the command line takes it ("512m", "1.5g")."""
+    if isinstance(value, str):
+        m = _SIZE.fullmatch(value.strip().lower())
+        if m:
+            return _octets(float(m[1]) * (1 << 10 * " kmgt".index(m[2] or " ")), value, what)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value == value // 1:
+        return _octets(value, value, what)
+    raise Invalid(f"{what} {str(value)[:80]!r}: want a number of octets, or a size such as '512m' or '1g'")
+
+
+def _octets(n: float, value: object, what: str) -> int:
+    if n > 1 << 62:
+        raise Invalid(f"{what} {str(value)[:80]!r}: larger than any machine's")
+    return int(n)
 
 
 class Fields:

@@ -6,6 +6,7 @@ Every call that changes something carries a key that is made here when the calle
 
 from __future__ import annotations
 
+import difflib
 import random
 import secrets
 import time
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from typing import Collection, Generator, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 from urllib.parse import urlencode
 
-from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, milliseconds, put, put_list, text_of
+from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, milliseconds, put, put_list, size, text_of
 from .errors import DeadlineExceeded, DsecError, Invalid, NotFound, Unavailable, unclear
 from .model import (
     Chunk, CommandInfo, Environment, Image, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult,
 )
-from .options import Env
+from .options import CommandOptions, CreateOptions, Env, EnvironmentOptions, RunOptions, SessionOptions, Size, StartOptions
 
 T = TypeVar("T")
 
@@ -84,13 +85,31 @@ def without_empty(body: JSON) -> JSON:
     return {k: v for k, v in body.items() if v not in (None, "", 0, False, [], {})}
 
 
+_KEYWORDS: Mapping[str, Collection[str]] = {
+    "run_container": CreateOptions.__annotations__, "run_containers": [*CreateOptions.__annotations__, "all"],
+    "exec": CommandOptions.__annotations__, "start": StartOptions.__annotations__,
+    "session": SessionOptions.__annotations__, "Session.run": RunOptions.__annotations__, "Session.start": RunOptions.__annotations__,
+    "environments.publish": EnvironmentOptions.__annotations__,
+}
+
+
+def check_keywords(method: str, given: Mapping[str, object]) -> None:
+    """Refuses a keyword that the method does not have, in the method's name and with the one that was probably meant."""
+    known = _KEYWORDS[method]
+    for word in given:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1)
+            hint = f". Did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument '{word}'{hint}")
+
+
 # Sandboxes.
 
 
 def create_body(
     *, environment: str = "", layers: Sequence[str] = (), image: str = "", pull: str = "", image_entrypoint: bool = False,
     backend: str = "container", job: str = "", key: str = "", name: str = "",
-    labels: Optional[Mapping[str, str]] = None, memory: int = 0, disk: int = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0,
+    labels: Optional[Mapping[str, str]] = None, memory: Size = 0, disk: Size = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0,
     idle: Optional[float] = None, total: Optional[float] = None, on_idle: str = "", network: str = "", user: str = "", cwd: Octets = "",
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), hostname: str = "", entrypoint: Sequence[Octets] = (),
     best_effort: bool = False, no_new_privs: bool = False, durability: str = "", deadline: Optional[float] = None,
@@ -110,11 +129,11 @@ def create_body(
     return body
 
 
-def resources_body(memory: int, disk: int, pids: int, cpu: float, cpu_weight: int) -> JSON:
+def resources_body(memory: Size, disk: Size, pids: int, cpu: float, cpu_weight: int) -> JSON:
     milli = int(cpu * 1000)
     if cpu > 0 and milli == 0:
         raise Invalid(f"cpu {cpu}: want 0.001 CPUs or more")
-    return without_empty({"memory": memory, "disk": disk, "pids": pids, "cpu_milli": milli, "cpu_weight": cpu_weight})
+    return without_empty({"memory": size(memory, "memory"), "disk": size(disk, "disk"), "pids": pids, "cpu_milli": milli, "cpu_weight": cpu_weight})
 
 
 def lifetime_body(idle: Optional[float], total: Optional[float], on_idle: str) -> JSON:
@@ -463,7 +482,7 @@ def verdict_body(sandbox: str, reward: Optional[float], metadata: Optional[Mappi
 
 def environment_body(
     name: str, *, base: str = "", workspace: str = "", kits: Sequence[str] = (), env: Optional[Env] = None, user: str = "", cwd: str = "",
-    memory: int = 0, disk: int = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0, volatile_paths: Sequence[str] = (),
+    memory: Size = 0, disk: Size = 0, pids: int = 0, cpu: float = 0, cpu_weight: int = 0, volatile_paths: Sequence[str] = (),
 ) -> JSON:
     return {"environment": without_empty({
         "name": name, "base": base, "workspace": workspace, "kits": list(kits), "env": env_vars(env), "user": user, "cwd": cwd,

@@ -40,7 +40,7 @@ class Exists(DsecError):
     code = "already_exists"
 
 
-class Invalid(DsecError):
+class Invalid(DsecError, ValueError):
     """The request can't be right; the text names the field."""
 
     code = "invalid_argument"

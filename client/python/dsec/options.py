@@ -6,10 +6,11 @@ from typing import Collection, Mapping, Sequence, Tuple, TypedDict, Union
 
 Octets = Union[str, bytes]
 Env = Mapping[Octets, Octets]
+Size = Union[int, str]  # octets, or text such as "512m", "1g" or "1.5g", as the command line has it
 
 
 class CreateOptions(TypedDict, total=False):
-    """Of a new sandbox. Times are seconds, sizes octets. Give `environment`, `layers` or `image`."""
+    """Of a new sandbox. Times are seconds, sizes octets or text as "512m". Give `environment`, `layers` or `image`."""
 
     environment: str  # name or name@version
     layers: Sequence[str]  # layer references, lowest first
@@ -21,8 +22,8 @@ class CreateOptions(TypedDict, total=False):
     key: str  # idempotency key, unique in the job: the same key and request again answers the same sandbox
     name: str  # a DNS label, unique among the project's living sandboxes
     labels: Mapping[str, str]
-    memory: int  # octets, swap included
-    disk: int  # octets of its own writes
+    memory: Size  # octets, swap included
+    disk: Size  # octets of its own writes
     pids: int
     cpu: float  # cap in CPUs
     cpu_weight: int  # 1 to 10,000
@@ -93,8 +94,8 @@ class EnvironmentOptions(TypedDict, total=False):
     env: Env
     user: str
     cwd: str
-    memory: int
-    disk: int
+    memory: Size
+    disk: Size
     pids: int
     cpu: float
     cpu_weight: int

@@ -206,6 +206,30 @@ def test_unknown_keywords_are_refused():
         _ops.create_body(enviroment="x")
     with pytest.raises(Invalid):
         _ops.create_body(layers="one")
+    c = dsec.Client("http://127.0.0.1:1", key="k")
+    for call, said in (
+        (lambda: c.run_container(enviroment="x"), "run_container() got an unexpected keyword argument 'enviroment'. Did you mean 'environment'?"),
+        (lambda: c.run_containers(2, al=True), "run_containers() got an unexpected keyword argument 'al'. Did you mean 'all'?"),
+        (lambda: c.sandbox("s").exec("true", time_out=1), "exec() got an unexpected keyword argument 'time_out'. Did you mean 'timeout'?"),
+        (lambda: c.environments.publish("e", zzzz=1), "environments.publish() got an unexpected keyword argument 'zzzz'"),
+    ):
+        with pytest.raises(TypeError) as e:
+            call()
+        assert str(e.value) == said
+
+
+def test_sizes():
+    for value, octets in ((1 << 30, 1 << 30), ("512m", 512 << 20), ("1g", 1 << 30), ("1.5G", 3 << 29), ("2GiB", 2 << 30), ("10kb", 10240), ("7", 7), (1e9, 10**9), (0, 0)):
+        r = _ops.create_body(environment="e", memory=value, disk=value).get("resources", {})
+        assert r == ({"memory": octets, "disk": octets} if octets else {})
+        assert type(r.get("memory", 0)) is int
+    for bad in ("", "g", "1x", "-1g", "nan", "inf", "1e9", "9" * 30, -1, 1.5, float("nan"), float("inf"), True, b"1g", [1]):
+        for field in ("memory", "disk"):
+            with pytest.raises(ValueError, match=field) as e:
+                _ops.create_body(environment="e", **{field: bad})
+            assert isinstance(e.value, Invalid)
+            with pytest.raises(Invalid, match=field):
+                _ops.environment_body("e", **{field: bad})
 
 
 def test_websocket_frames():

@@ -8,7 +8,7 @@ from dsec import AsyncClient, AsyncSandbox, Batch, Chunk, Client, DsecError, Fil
 
 
 def sync() -> Optional[int]:
-    with Client("unix:/x", key_file="/k", timeout=3) as c, c.run_container(environment="e", memory=1, cwd=b"/", env={"A": b"x"}, cpu=0.5) as sb:
+    with Client("unix:/x", key_file="/k", timeout=3) as c, c.run_container(environment="e", memory="1g", disk=1, cwd=b"/", env={"A": b"x"}, cpu=0.5) as sb:
         box: Sandbox = sb
         r: Result = box.exec("a", b"b", timeout=1, stdin="x")
         r = box.exec(["a", b"b"], env={"A": "b"})

@@ -80,6 +80,7 @@ class AsyncClient:
         """Makes a container sandbox that can take commands. Options: see `CreateOptions`; `environment` or `layers` is needed. Await it, or
         enter it with `async with`, which stops it in the end. A create that is cancelled midway is stopped by its key, so nothing is left
         behind."""
+        ops.check_keywords("run_container", options)
         body = ops.create_body(**options)
 
         async def make() -> AsyncSandbox:
@@ -91,6 +92,7 @@ class AsyncClient:
     def run_containers(self, n: int, *, all: bool = False, **options: Unpack[CreateOptions]) -> Pending[AsyncBatch]:
         """Makes `n` sandboxes from one request, under the keys K/1 to K/n: with `all`, all of them or an error; else as many as possible,
         with a reason for each that is missing."""
+        ops.check_keywords("run_containers", options)
         body = ops.create_body(**options)
 
         async def make() -> AsyncBatch:

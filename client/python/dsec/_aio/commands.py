@@ -98,12 +98,14 @@ class AsyncSession:
 
     async def run(self, text: Octets, **options: Unpack[RunOptions]) -> Result:
         """Hands text to the shell and waits for its end. After "exit", or a timeout of a busy shell, `outcome.session_end` is set."""
+        ops.check_keywords("Session.run", options)
         body = ops.start_body(self._sandbox, session=self.name, text=text, **options)
         known = self._t.recorded.result(body)
         return known if known is not None else await self._t.run(ops.execute(body))
 
     async def start(self, text: Octets, **options: Unpack[RunOptions]) -> AsyncProcess:
         """Hands text to the shell and returns at once."""
+        ops.check_keywords("Session.start", options)
         c = await self._t.run(ops.start(ops.start_body(self._sandbox, session=self.name, text=text, **options)))
         return AsyncProcess(self._t, self._sandbox, c.id)
 

@@ -48,6 +48,7 @@ class AsyncSandbox:
     async def exec(self, *argv: Argument, **options: Unpack[CommandOptions]) -> Result:
         """Runs a command and waits for its end: `exec("ls", "-l")` or `exec(["ls", "-l"])`. Options: see `CommandOptions`. How it ended is
         in the result; errors are the platform's alone. When the waiting is interrupted, the command goes on."""
+        ops.check_keywords("exec", options)
         body = ops.start_body(self.id, argv=ops.argv_of(argv), **options)
         known = self._t.recorded.result(body)
         return known if known is not None else await self._t.run(ops.execute(body))
@@ -58,6 +59,7 @@ class AsyncSandbox:
 
     async def start(self, *argv: Argument, **options: Unpack[StartOptions]) -> AsyncProcess:
         """Starts a command and returns when it runs. Options: see `StartOptions`. That it could not start is told by its outcome."""
+        ops.check_keywords("start", options)
         c = await self._t.run(ops.start(ops.start_body(self.id, argv=ops.argv_of(argv), **options)))
         return AsyncProcess(self._t, self.id, c.id, None if options.get("stdin") or options.get("id") else 0)
 
@@ -72,6 +74,7 @@ class AsyncSandbox:
     def session(self, **options: Unpack[SessionOptions]) -> Pending[AsyncSession]:
         """Opens a shell whose state stays, or joins the living one of that name. Options: see `SessionOptions`. Await it, or enter it with
         `async with`, which closes it in the end."""
+        ops.check_keywords("session", options)
         body = ops.session_body(self.id, **options)
 
         async def make() -> AsyncSession:

@@ -78,12 +78,14 @@ class Client:
     def run_container(self, **options: Unpack[CreateOptions]) -> Sandbox:
         """Makes a container sandbox and returns when it can take commands. Options: see `CreateOptions`; `environment` or `layers` is
         needed. A create that is interrupted midway is stopped by its key, so nothing is left behind."""
+        ops.check_keywords("run_container", options)
         info, existed = self._t.run(ops.create(ops.create_body(**options), self._t.config.timeout))
         return Sandbox(self._t, info.id, info, existed)
 
     def run_containers(self, n: int, *, all: bool = False, **options: Unpack[CreateOptions]) -> Batch:
         """Makes `n` sandboxes from one request, under the keys K/1 to K/n: with `all`, all of them or an error; else as many as possible,
         with a reason for each that is missing."""
+        ops.check_keywords("run_containers", options)
         made, errors = self._t.run(ops.create_batch(ops.create_body(**options), n, all, self._t.config.timeout))
         return Batch(self._t, [Sandbox(self._t, i.id, i) for i in made], errors)
 

@@ -96,11 +96,13 @@ class Session:
 
     def run(self, text: Octets, **options: Unpack[RunOptions]) -> Result:
         """Hands text to the shell and waits for its end. After "exit", or a timeout of a busy shell, `outcome.session_end` is set."""
+        ops.check_keywords("Session.run", options)
         body = ops.start_body(self._sandbox, session=self.name, text=text, **options)
         return self._t.recorded.result(body) or self._t.run(ops.execute(body))
 
     def start(self, text: Octets, **options: Unpack[RunOptions]) -> Process:
         """Hands text to the shell and returns at once."""
+        ops.check_keywords("Session.start", options)
         c = self._t.run(ops.start(ops.start_body(self._sandbox, session=self.name, text=text, **options)))
         return Process(self._t, self._sandbox, c.id)
 

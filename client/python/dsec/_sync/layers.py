@@ -73,6 +73,7 @@ class Environments:
 
     def publish(self, name: str, **options: Unpack[EnvironmentOptions]) -> Environment:
         """Makes a new version. Options: see `EnvironmentOptions`."""
+        ops.check_keywords("environments.publish", options)
         body = ops.environment_body(name, **options)
         return Environment.of(self._t.run(ops.call("LayerService/PublishEnvironment", body, safe=False)).sub("environment"))
 

@@ -47,6 +47,7 @@ class Sandbox:
     def exec(self, *argv: Argument, **options: Unpack[CommandOptions]) -> Result:
         """Runs a command and waits for its end: `exec("ls", "-l")` or `exec(["ls", "-l"])`. Options: see `CommandOptions`. How it ended is
         in the result; errors are the platform's alone. When the waiting is interrupted, the command goes on."""
+        ops.check_keywords("exec", options)
         body = ops.start_body(self.id, argv=ops.argv_of(argv), **options)
         return self._t.recorded.result(body) or self._t.run(ops.execute(body))
 
@@ -56,6 +57,7 @@ class Sandbox:
 
     def start(self, *argv: Argument, **options: Unpack[StartOptions]) -> Process:
         """Starts a command and returns when it runs. Options: see `StartOptions`. That it could not start is told by its outcome."""
+        ops.check_keywords("start", options)
         c = self._t.run(ops.start(ops.start_body(self.id, argv=ops.argv_of(argv), **options)))
         return Process(self._t, self.id, c.id, None if options.get("stdin") or options.get("id") else 0)
 
@@ -69,6 +71,7 @@ class Sandbox:
 
     def session(self, **options: Unpack[SessionOptions]) -> Session:
         """Opens a shell whose state stays, or joins the living one of that name. Options: see `SessionOptions`."""
+        ops.check_keywords("session", options)
         f = self._t.run(ops.call("CommandService/OpenSession", ops.session_body(self.id, **options)))
         return Session(self._t, self.id, f.sub("session").text("name"), f.flag("joined"), f.flag("restarted"))
 
