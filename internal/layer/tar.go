@@ -59,6 +59,9 @@ func readTar(ctx context.Context, r io.Reader, t *tree) error {
 			if ctx.Err() != nil {
 				return ctx.Err()
 			}
+			if last == "" && errors.Is(err, tar.ErrHeader) {
+				return fmt.Errorf("tar: this is not a tar archive: %w", sandbox.ErrInvalid)
+			}
 			if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
 				err = fmt.Errorf("%w: %w", sandbox.ErrInvalid, err)
 			}

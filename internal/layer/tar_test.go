@@ -203,7 +203,7 @@ func TestTarThatIsRefused(t *testing.T) {
 		"cut in content":      {good[:1024+512+700], `"b"`},
 		"cut between entries": {good[:1024], `cut off`},
 		"cut in a header":     {good[:1024+100], `"a"`},
-		"no tar":              {raw([]byte(strings.Repeat("hello ", 500))), "invalid tar header"},
+		"no tar":              {raw([]byte(strings.Repeat("hello ", 500))), "not a tar archive"},
 		"nothing":             {nil, "cut off"},
 		"broken gzip":         {[]byte{0x1f, 0x8b, 0, 0, 0}, "gzip"},
 	} {
