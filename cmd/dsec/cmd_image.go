@@ -121,11 +121,30 @@ func (x *imageImportCmd) one(ctx context.Context, cl *client.Client, ref string,
 		return x.push(ctx, cl, kind, file, tag)
 	}
 	r, err := oci.ParseRef(ref)
+	if ferr := fileNotRef(ref, err == nil); ferr != nil {
+		return nil, ferr
+	}
 	if err != nil {
 		return nil, err
 	}
 	cred := creds[r.Host]
 	return cl.PullImage(ctx, &dsecv1.PullRequest{Ref: ref, Policy: x.Pull, Username: cred.Username, Secret: cred.Secret}, progress)
+}
+
+// fileNotRef tells a file or folder that was meant from a reference. What could be either is a reference, but for an archive by its name.
+func fileNotRef(ref string, parses bool) error {
+	info, err := os.Stat(ref)
+	switch {
+	case err != nil:
+		return nil
+	case info.IsDir() && (!parses || strings.HasPrefix(ref, "/") || strings.HasPrefix(ref, ".")):
+		return fmt.Errorf("image %q: is a folder here; of an OCI layout give oci:%s", ref, ref)
+	case info.IsDir():
+		return nil
+	case !parses || strings.HasPrefix(ref, "/") || strings.HasPrefix(ref, ".") || strings.HasSuffix(ref, ".tar") || strings.HasSuffix(ref, ".tar.gz") || strings.HasSuffix(ref, ".tgz"):
+		return fmt.Errorf("image %q: is a file here; of what docker save writes give docker-archive:%s", ref, ref)
+	}
+	return nil
 }
 
 // push sends an image of this machine: the layers that are not there, then its config.
