@@ -149,7 +149,11 @@ func (x *envExportCmd) Run(ctx context.Context, c *cli) error {
 		r, w := io.Pipe()
 		go func() { w.CloseWithError(cl.ExportImage(ctx, x.Env, x.Ref, w)) }()
 		defer r.Close()
-		return unpackLayout(dir, r)
+		n := &octets{r: r}
+		if err := unpackLayout(dir, n); err != nil {
+			return err
+		}
+		return c.exported(x, n.n)
 	}
 	if x.To == "-" {
 		return cl.ExportImage(ctx, x.Env, x.Ref, os.Stdout)
@@ -164,10 +168,35 @@ func (x *envExportCmd) Run(ctx context.Context, c *cli) error {
 		f.Close()
 		return err
 	}
-	if err := errors.Join(f.Chmod(0o644), f.Close()); err != nil {
+	n, err := f.Seek(0, io.SeekCurrent)
+	if err := errors.Join(err, f.Chmod(0o644), f.Close()); err != nil {
 		return err
 	}
-	return os.Rename(f.Name(), x.To)
+	if err := os.Rename(f.Name(), x.To); err != nil {
+		return err
+	}
+	return c.exported(x, n)
+}
+
+// exported says what was written.
+func (c *cli) exported(x *envExportCmd, n int64) error {
+	if c.Output == "json" {
+		return json.NewEncoder(os.Stdout).Encode(map[string]any{"environment": x.Env, "to": x.To, "octets": n})
+	}
+	fmt.Printf("exported %s to %s, %s\n", plain(x.Env), plain(x.To), octetText(n))
+	return nil
+}
+
+// octets counts what is read.
+type octets struct {
+	r io.Reader
+	n int64
+}
+
+func (o *octets) Read(b []byte) (int, error) {
+	n, err := o.r.Read(b)
+	o.n += int64(n)
+	return n, err
 }
 
 // unpackLayout lays the files of an export into a folder. The index comes into its place last, so that what is there is whole.

@@ -45,6 +45,11 @@ func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
+	was := "" // only for what is said in the end
+	old, err := getLayer(ctx, cl, x.Name, "")
+	if err == nil && old.Name != nil {
+		was = fmt.Sprintf("%s@%d", x.Name, old.Name.Current)
+	}
 	src, source, err := x.open(ctx)
 	if err != nil {
 		return err
@@ -58,7 +63,10 @@ func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
 	}
 	return c.emit(r, func() {
 		note := ""
-		if r.Existed {
+		switch {
+		case r.Existed && was != "" && old.Layer.GetId() == r.Layer.GetId():
+			note = fmt.Sprintf(" (the same tree was there already, as %s)", was)
+		case r.Existed:
 			note = " (the same tree was there already)"
 		}
 		entries := "1 entry"

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -85,7 +86,15 @@ func (x *layerPushCmd) Run(ctx context.Context, c *cli) error {
 			return err
 		}
 	}
-	fmt.Printf("pushed %s: %s, %d of %d objects were there, %s read\n", x.Ref, plural(len(all), "layer"), done.Skipped, done.Total, octetText(done.Octets))
+	return c.copied("pushed", x.Ref, len(all), done)
+}
+
+// copied says what a push or pull has done.
+func (c *cli) copied(act, ref string, layers int, done store.CopyProgress) error {
+	if c.Output == "json" {
+		return json.NewEncoder(os.Stdout).Encode(map[string]any{act: ref, "layers": layers, "objects": done.Total, "skipped": done.Skipped, "octets": done.Octets})
+	}
+	fmt.Printf("%s %s: %s, %d of %d objects were there, %s read\n", act, ref, plural(layers, "layer"), done.Skipped, done.Total, octetText(done.Octets))
 	return nil
 }
 
@@ -184,8 +193,7 @@ func (x *layerPullCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	fmt.Printf("pulled %s: %s, %d of %d objects were there, %s read\n", said, plural(len(all), "layer"), done.Skipped, done.Total, octetText(done.Octets))
-	return nil
+	return c.copied("pulled", said, len(all), done)
 }
 
 func (x *layerPullCmd) kind() string {
