@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/alecthomas/kong"
 	"golang.org/x/term"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
@@ -68,15 +69,20 @@ func (x *runCmd) Run(ctx context.Context, c *cli) error {
 }
 
 // Validate refuses an unknown flag, which would else begin the command.
-func (x *runCmd) Validate() error   { return noFlag(x.Argv) }
-func (x *execCmd) Validate() error  { return noFlag(x.Argv) }
-func (x *shellCmd) Validate() error { return noFlag(x.Shell) }
+func (x *runCmd) Validate(k *kong.Context) error   { return noFlag(k, x.Argv) }
+func (x *execCmd) Validate(k *kong.Context) error  { return noFlag(k, x.Argv) }
+func (x *shellCmd) Validate(k *kong.Context) error { return noFlag(k, x.Shell) }
 
-func noFlag(argv []string) error {
-	if len(argv) > 0 && argv[0] != "--" && strings.HasPrefix(argv[0], "-") {
-		return fmt.Errorf("unknown flag %s (a command that begins with a dash goes behind --)", argv[0])
+func noFlag(k *kong.Context, argv []string) error {
+	if len(argv) == 0 || argv[0] == "--" || !strings.HasPrefix(argv[0], "-") {
+		return nil
 	}
-	return nil
+	word, _, _ := strings.Cut(argv[0], "=")
+	hint := ""
+	if near := nearest(word, flagNames(k)); near != "" {
+		hint = fmt.Sprintf(", did you mean %q?", near)
+	}
+	return fmt.Errorf("unknown flag %s%s (a command that begins with a dash goes behind --)", word, hint)
 }
 
 // afterDashes drops the "--" that a passthrough argument keeps.

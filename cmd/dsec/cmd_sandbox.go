@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -159,6 +160,9 @@ func (x *psCmd) Run(ctx context.Context, c *cli) error {
 	if missing != nil && len(list) == 0 {
 		return missing
 	}
+	if len(list) == 0 && x.Job != "" {
+		sayNone(ctx, cl, x.Job)
+	}
 	return errors.Join(missing, emitList(c, datas(list), func() {
 		if x.Quiet {
 			for _, s := range list {
@@ -181,6 +185,25 @@ func (x *psCmd) Run(ctx context.Context, c *cli) error {
 		}
 		table(os.Stdout, []string{"ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "LABELS"}, rows)
 	}))
+}
+
+// sayNone says why nothing of a job is shown: there is no such job, most often a slip of the hand, or nothing of it was asked for.
+func sayNone(ctx context.Context, cl *client.Client, job string) {
+	all, err := cl.List(ctx, &dsecv1.Selector{Job: job, IncludeEnded: true})
+	switch {
+	case err != nil: // of hosts that do not answer: then nobody knows
+	case len(all) == 0:
+		say("no sandboxes of job %s", job)
+	default:
+		say("nothing to show of job %s; it has %s, with those that ended (`dsec ps -a`)", job, sandboxes(len(all)))
+	}
+}
+
+func sandboxes(n int) string {
+	if n == 1 {
+		return "1 sandbox"
+	}
+	return fmt.Sprintf("%d sandboxes", n)
 }
 
 func dash(s string) string {
@@ -242,8 +265,19 @@ func (g *group) report(c *cli, r *dsecv1.SelectorResult) error {
 	}); err != nil {
 		return err
 	}
-	return itemErrors(r.Errors)
+	return notFound(r.Errors, itemErrors(r.Errors))
 }
+
+// notFound makes of what was told one by one the end that every command has which names a sandbox that is not there.
+func notFound(list []*dsecv1.ItemError, err error) error {
+	if !slices.ContainsFunc(list, func(e *dsecv1.ItemError) bool { return e.Code == codeNotFound }) {
+		return err
+	}
+	fmt.Fprintln(os.Stderr, noSandbox)
+	return exitCode(125)
+}
+
+const codeNotFound = "not_found"
 
 type stopCmd struct{ group }
 
@@ -264,6 +298,10 @@ func (x *stopCmd) Run(ctx context.Context, c *cli) error {
 	for _, id := range x.ID {
 		if !reported(r, id) {
 			s, err := cl.Get(ctx, id)
+			if errors.Is(err, client.ErrNotFound) {
+				r.Errors = append(r.Errors, &dsecv1.ItemError{Code: codeNotFound, Message: err.Error()})
+				continue
+			}
 			if err != nil {
 				r.Errors = append(r.Errors, &dsecv1.ItemError{Message: explain(err)})
 				continue

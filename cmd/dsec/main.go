@@ -88,7 +88,12 @@ func main() {
 	parsed, err := k.Parse(words)
 	if err != nil {
 		// Standard output is for what was asked for, and codes below 125 are those of commands inside.
-		say("%v (see `%s --help`)", err, commandOf(err))
+		text := err.Error()
+		var p *kong.ParseError
+		if errors.As(err, &p) && p.Context != nil {
+			text = withFamiliar(text, flagNames(p.Context))
+		}
+		say("%s (see `%s --help`)", text, commandOf(err))
 		os.Exit(125)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -128,6 +133,8 @@ func bare(path string) string {
 	return strings.Join(out, " ")
 }
 
+const noSandbox = "A name is that of a living sandbox; one that has ended is found by its ID (`dsec ps -a`)."
+
 // explain adds what to do next to the errors that have one answer.
 func explain(err error) string {
 	text := err.Error()
@@ -135,7 +142,7 @@ func explain(err error) string {
 	case unauthenticated(err):
 		return text + "\nGive the key with --key-file or DSEC_KEY; `dsec up` wrote the first one beside its socket."
 	case errors.Is(err, client.ErrNotFound) && strings.HasPrefix(text, "sandbox "):
-		return text + "\nA name is that of a living sandbox; one that has ended is found by its ID (`dsec ps -a`)."
+		return text + "\n" + noSandbox
 	case errors.Is(err, context.Canceled):
 		return "interrupted"
 	}
