@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -24,6 +25,7 @@ type exportCmd struct {
 	Reward string            `help:"With such a reward: '>0', '<=0.5', '==1', none, any." placeholder:"COND"`
 	Ended  bool              `help:"Of ended sandboxes alone."`
 	Rows   string            `help:"One row a step, or a trajectory." enum:"steps,trajectories" default:"steps"`
+	Replay bool              `name:"with-replays" help:"Also those that a replay made, which are left out unless --job or their label is given."`
 	Limit  size              `help:"Octets of each stream in a row; what is cut off is told." default:"64k"`
 }
 
@@ -38,15 +40,19 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 		o.OutputLimit = -1
 	}
 	if c.Output == "text" || c.Output == "json" || c.Output == "-" {
-		w := bufio.NewWriterSize(os.Stdout, 1<<20)
-		return errors.Join(cl.Export(ctx, o, w), w.Flush())
+		rows := x.rows(os.Stdout)
+		err := errors.Join(cl.Export(ctx, o, rows), rows.w.Flush())
+		if err == nil {
+			x.told(ctx, cl, rows)
+		}
+		return err
 	}
 	f, err := os.CreateTemp(filepath.Dir(c.Output), filepath.Base(c.Output)+".part-*")
 	if err != nil {
 		return err
 	}
 	defer os.Remove(f.Name())
-	rows := &counter{w: bufio.NewWriterSize(f, 1<<20)}
+	rows := x.rows(f)
 	err = cl.Export(ctx, o, rows)
 	partly := errors.Is(err, client.ErrUnavailable) && rows.lines > 0
 	if err != nil && !partly {
@@ -58,19 +64,56 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 	if rerr := os.Rename(f.Name(), c.Output); rerr != nil {
 		return rerr
 	}
-	fmt.Fprintf(os.Stderr, "%s in %s\n", plural(rows.lines, "row"), c.Output)
+	fmt.Fprintf(os.Stderr, "%s in %s\n", plural(rows.lines, "row"), plain(c.Output))
+	if err == nil {
+		x.told(ctx, cl, rows)
+	}
 	return err // of hosts that did not answer
 }
 
-// counter counts the rows, each of which is one write.
+// rows takes the rows of an export to w.
+func (x *exportCmd) rows(w io.Writer) *counter {
+	_, asked := x.Label[replayLabel]
+	return &counter{w: bufio.NewWriterSize(w, 1<<20), noReplays: x.Job == "" && !x.Replay && !asked}
+}
+
+// told says what a reader may miss in the rows.
+func (x *exportCmd) told(ctx context.Context, cl *client.Client, rows *counter) {
+	if rows.left > 0 {
+		say("%s of replays left out (--with-replays)", plural(rows.left, "row"))
+	}
+	if rows.lines == 0 && x.Job != "" {
+		sayNone(ctx, cl, x.Job)
+	}
+}
+
+// counter counts the rows, each of which is one write, and leaves those of replays out where they were not asked for.
 type counter struct {
-	w     *bufio.Writer
-	lines int
+	w           *bufio.Writer
+	noReplays   bool
+	lines, left int
+}
+
+// ofReplay tells whether the row is of a sandbox that a replay made. Few rows hold the label's name, so few are read twice.
+func ofReplay(row []byte) bool {
+	if !bytes.Contains(row, []byte(replayLabel)) {
+		return false
+	}
+	var r struct{ Labels map[string]string }
+	if json.Unmarshal(row, &r) != nil {
+		return false
+	}
+	_, is := r.Labels[replayLabel]
+	return is
 }
 
 var _ io.Writer = (*counter)(nil)
 
 func (c *counter) Write(p []byte) (int, error) {
+	if c.noReplays && ofReplay(p) {
+		c.left++
+		return len(p), nil
+	}
 	c.lines++
 	return c.w.Write(p)
 }

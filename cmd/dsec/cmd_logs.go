@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -24,6 +25,12 @@ type removeLogsCmd struct {
 }
 
 func (x *removeLogsCmd) Run(ctx context.Context, c *cli) error {
+	switch {
+	case x.Older < 0:
+		return fmt.Errorf("--older %v: must not be negative", x.Older)
+	case x.Job == "" && x.Older == 0:
+		return errors.New("--job or --older: give one of them, this deletes")
+	}
 	cl, err := c.client(ctx)
 	if err != nil {
 		return err

@@ -18,6 +18,9 @@ import (
 	"github.com/dsec-dev/dsec/internal/replay"
 )
 
+// replayLabel marks the sandboxes that replays make; its value is the ID of the one that is replayed.
+const replayLabel = "dsec-replay"
+
 type replayCmd struct {
 	ID         string            `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
 	Secret     map[string]string `help:"Value of a secret environment entry, which the log does not hold; repeat." placeholder:"NAME=VALUE"`
@@ -158,7 +161,7 @@ func (p *player) lookAhead(ctx context.Context) error {
 	}
 	p.options = client.Options{Layers: spec.Layers, Network: spec.Network, User: spec.User, Cwd: octetsOf(spec.Cwd, spec.CwdRaw), Hostname: spec.Hostname,
 		Entrypoint: spec.Entrypoint, NoNewPrivs: spec.NoNewPrivs, BestEffort: spec.BestEffort, Env: map[string]string{},
-		Labels: map[string]string{"dsec-replay": p.was.ID}}
+		Labels: map[string]string{replayLabel: p.was.ID}}
 	if r := spec.Resources; r != nil {
 		p.options.Memory, p.options.Disk, p.options.Pids, p.options.CPU, p.options.CPUWeight = r.Memory, r.Disk, r.Pids, float64(r.CpuMilli)/1000, r.CpuWeight
 	}
