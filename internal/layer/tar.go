@@ -62,6 +62,9 @@ func readTar(ctx context.Context, r io.Reader, t *tree) error {
 			if last == "" && errors.Is(err, tar.ErrHeader) {
 				return fmt.Errorf("tar: this is not a tar archive: %w", sandbox.ErrInvalid)
 			}
+			if last == "" && errors.Is(err, io.ErrUnexpectedEOF) {
+				return fmt.Errorf("tar: this is not a tar archive, or was cut off in its first header: %w", sandbox.ErrInvalid)
+			}
 			if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
 				err = fmt.Errorf("%w: %w", sandbox.ErrInvalid, err)
 			}

@@ -204,6 +204,7 @@ func TestTarThatIsRefused(t *testing.T) {
 		"cut between entries": {good[:1024], `cut off`},
 		"cut in a header":     {good[:1024+100], `"a"`},
 		"no tar":              {raw([]byte(strings.Repeat("hello ", 500))), "not a tar archive"},
+		"short and no tar":    {raw([]byte("hello\n")), "not a tar archive, or"},
 		"nothing":             {nil, "cut off"},
 		"broken gzip":         {[]byte{0x1f, 0x8b, 0, 0, 0}, "gzip"},
 	} {

@@ -229,8 +229,15 @@ func TestImageCommands(t *testing.T) {
 
 	// Out and in again, as a file and as a folder.
 	archive, folder := filepath.Join(dir, "a.tar"), filepath.Join(dir, "l")
-	run(0, "env", "export", env, archive, "--ref", "example.com/back:v1")
-	run(0, "env", "export", env, "oci:"+folder, "--ref", "example.com/folder:v1")
+	if out := run(0, "env", "export", env, archive, "--ref", "example.com/back:v1"); !strings.Contains(out, env) || !strings.Contains(out, archive) {
+		t.Errorf("exported: %q", out)
+	}
+	if out := run(0, "-o", "json", "env", "export", env, "oci:"+folder, "--ref", "example.com/folder:v1"); !json.Valid([]byte(out)) || strings.Contains(out, `"octets":0`) {
+		t.Errorf("exported, as JSON: %q", out)
+	}
+	if _, err := s.dsec("image", "import", archive).Output(); err == nil {
+		t.Error("an archive without its form was imported")
+	}
 	idx, err := layout.ImageIndexFromPath(folder)
 	must(t, err)
 	if m, err := idx.IndexManifest(); err != nil || len(m.Manifests) != 1 {

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"encoding/json"
 	"net/http/httptest"
 	"os"
 	"os/exec"
@@ -65,7 +66,9 @@ func TestPushAndPull(t *testing.T) {
 	if err != nil || string(r.Stdout) != "solve it" {
 		t.Errorf("in it: %v %v", r, err)
 	}
-	ok(a, "layer", "push", small, far)
+	if out := ok(a, "-o", "json", "layer", "push", small, far); !json.Valid([]byte(out)) || !strings.Contains(out, `"layers":1`) {
+		t.Errorf("pushed, as JSON: %s", out)
+	}
 	if out, err := dsec(b, "layer", "pull", "base/small", far); err != nil || !strings.Contains(out, "base/small@1") {
 		t.Errorf("a layer: %v %s", err, out)
 	}
