@@ -2,7 +2,7 @@
 # Installs what the tests, the demo and the benchmarks use from Debian's packages. Does nothing where all is there.
 set -euo pipefail
 need=()
-for pair in mmdebstrap:mmdebstrap fsck.erofs:erofs-utils mkfs.btrfs:btrfs-progs nft:nftables ip:iproute2 busybox:busybox-static gcc:gcc "$@"; do
+for pair in mmdebstrap:mmdebstrap fsck.erofs:erofs-utils mkfs.btrfs:btrfs-progs nft:nftables ip:iproute2 busybox:busybox-static gcc:gcc setfattr:attr "$@"; do
   command -v "${pair%%:*}" >/dev/null || need+=("${pair##*:}")
 done
 [ ${#need[@]} -eq 0 ] && exit 0
