@@ -9,15 +9,16 @@ import (
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 )
 
-// ImportLayer makes a layer from a tar stream and publishes it when a name is given.
-func (c *Client) ImportLayer(ctx context.Context, publish, source string, tar io.Reader) (*dsecv1.ImportResponse, error) {
+// ImportLayer makes a layer from a tar stream and publishes it when a name is given. The contents of hot paths lie in front, in that order:
+// a host that reads the layer on demand fetches them first.
+func (c *Client) ImportLayer(ctx context.Context, publish, source string, tar io.Reader, hot ...string) (*dsecv1.ImportResponse, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	st := c.LayerService.Import(ctx)
 	err := sendChunks(tar, func(b []byte, first bool) error {
 		m := &dsecv1.ImportRequest{Data: b}
 		if first {
-			m.Publish, m.Source = publish, source
+			m.Publish, m.Source, m.Hot = publish, source, hot
 		}
 		return st.Send(m)
 	})

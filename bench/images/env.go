@@ -37,7 +37,7 @@ func environments() []environment {
 			packages: "golang-go,git,build-essential,ca-certificates",
 			module:   "github.com/go-chi/chi/v5@v5.0.12",
 			hooks:    []string{`chroot "$1" sh -c "cd /srv/module && HOME=/root go test -count=1 -run TestMuxBasic . && HOME=/root go build ./..."`},
-			command:  "cd /srv/module && HOME=/root go build ./... && HOME=/root go test -count=1 -run TestMuxBasic .",
+			command:  "cd /srv/module && HOME=/root go build ./...",
 		},
 		{
 			name:     "node",

@@ -33,6 +33,7 @@ type layerBuildCmd struct {
 	Tar     string   `help:"From a tar, - for standard input." xor:"from" placeholder:"FILE"`
 	Debian  string   `help:"From a Debian suite (needs mmdebstrap), such as bookworm." xor:"from" placeholder:"SUITE"`
 	Include []string `help:"Debian packages to install; repeat or separate by commas."`
+	Hot     string   `help:"File with paths in the layer, one a line, whose contents are read first: they are laid in front and fetched first." placeholder:"FILE" type:"existingfile"`
 	At      string   `help:"Folder in the layer that a --dir goes to." default:"/" placeholder:"PATH"`
 }
 
@@ -50,11 +51,15 @@ func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
 	if err == nil && old.Name != nil {
 		was = fmt.Sprintf("%s@%d", x.Name, old.Name.Current)
 	}
+	hot, err := x.hotPaths()
+	if err != nil {
+		return err
+	}
 	src, source, err := x.open(ctx)
 	if err != nil {
 		return err
 	}
-	r, err := cl.ImportLayer(ctx, x.Name, source, newMeter(src, -1))
+	r, err := cl.ImportLayer(ctx, x.Name, source, newMeter(src, -1), hot...)
 	if cerr := src.Close(); err == nil && cerr != nil {
 		err = cerr
 	}
@@ -76,6 +81,30 @@ func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
 		fmt.Printf("%s %s %s, %s%s\n", r.Published, short(r.Layer.Id), octetText(r.Layer.Octets), entries, note)
 	})
 }
+
+// hotPaths reads the list, as `strace`, a profile or a person wrote it.
+func (x *layerBuildCmd) hotPaths() ([]string, error) {
+	if x.Hot == "" {
+		return nil, nil
+	}
+	b, err := os.ReadFile(x.Hot)
+	if err != nil {
+		return nil, err
+	}
+	if len(b) > maxHotList {
+		return nil, fmt.Errorf("--hot %s: %d octets, at most %d; leave out what is read late", x.Hot, len(b), maxHotList)
+	}
+	var out []string
+	for line := range strings.Lines(string(b)) {
+		if line = strings.TrimSuffix(line, "\n"); line != "" {
+			out = append(out, line)
+		}
+	}
+	return out, nil
+}
+
+// maxHotList is far below what one message may hold, in octets.
+const maxHotList = 16 << 20
 
 func (x *layerBuildCmd) open(ctx context.Context) (io.ReadCloser, string, error) {
 	switch {

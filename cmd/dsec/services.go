@@ -60,6 +60,7 @@ type machine struct {
 	backend *container.Backend
 	log     *trajectory.Log
 	pool    *upper.Pool
+	layers  *blob.Layers
 	blobs   *blob.Supervisor // nil: layers that are not local are fetched whole
 	guest   *os.File
 	token   string
@@ -123,6 +124,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if err != nil {
 		return nil, err
 	}
+	m.layers = layers
 	if m.blobs = blobs; blobs != nil {
 		if err := reg.Register(blobFigures{blobs}); err != nil {
 			return nil, err
@@ -245,6 +247,7 @@ func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...
 	if err := m.backend.WaitReady(ctx); err != nil {
 		return err
 	}
+	inner.Go(func() error { return m.leaseLayers(run) })
 	hostCtx, endHost := context.WithCancel(below)
 	defer endHost()
 	outer, both := errgroup.WithContext(hostCtx) // a host that refuses to start ends its server too
@@ -278,6 +281,9 @@ func (m *machine) stopAll() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	err := errors.Join(m.host.StopAll(ctx), m.backend.Release(ctx))
+	if err == nil {
+		m.endLease(ctx)
+	}
 	if m.blobs != nil { // after the keeper, whose mounts read through it
 		err = errors.Join(err, m.blobs.Stop(ctx))
 	}

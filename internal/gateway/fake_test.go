@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -548,9 +549,16 @@ func (k keyed) RoundTrip(r *http.Request) (*http.Response, error) {
 
 func (c *cluster) importLayer(t testing.TB, name string, files map[string]string) string {
 	t.Helper()
+	return c.importHot(t, name, files).GetId()
+}
+
+// importHot lays the contents of the hot paths in front.
+func (c *cluster) importHot(t testing.TB, name string, files map[string]string, hot ...string) *dsecv1.Layer {
+	t.Helper()
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
-	for path, text := range files {
+	for _, path := range slices.Sorted(maps.Keys(files)) {
+		text := files[path]
 		w.WriteHeader(&tar.Header{Name: path, Mode: 0o644, Size: int64(len(text)), Typeflag: tar.TypeReg})
 		io.WriteString(w, text)
 	}
@@ -561,7 +569,7 @@ func (c *cluster) importLayer(t testing.TB, name string, files map[string]string
 		n := min(len(data), 700)
 		m := &dsecv1.ImportRequest{Data: data[:n]}
 		if first {
-			m.Publish = name
+			m.Publish, m.Hot = name, hot
 		}
 		if err := in.Send(m); err != nil {
 			break
@@ -572,7 +580,7 @@ func (c *cluster) importLayer(t testing.TB, name string, files map[string]string
 	if err != nil {
 		t.Fatal(err)
 	}
-	return resp.Msg.GetLayer().GetId()
+	return resp.Msg.GetLayer()
 }
 
 func (c *cluster) create(t testing.TB, q *dsecv1.CreateRequest) (*dsecv1.CreateResponse, error) {

@@ -451,3 +451,14 @@ func TestMetricsHaveNoIDs(t *testing.T) {
 		}
 	}
 }
+
+// A layer keeps its ID whichever of its files are said to be hot; how it is stored follows them.
+func TestHotFilesLieInFront(t *testing.T) {
+	c := newCluster(t, 1)
+	files := map[string]string{"a": strings.Repeat("a", 9000), "b": strings.Repeat("b", 9000)}
+	plain := c.importHot(t, "work/hot", files)
+	hot := c.importHot(t, "work/hot", files, "/b", "no/such/file")
+	if hot.GetId() != plain.GetId() || hot.GetForms()[0].GetDigest() == plain.GetForms()[0].GetDigest() {
+		t.Errorf("plain %v, hot %v: want one ID and other forms", plain, hot)
+	}
+}

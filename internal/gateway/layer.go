@@ -57,7 +57,8 @@ func (s layers) Import(ctx context.Context, in *connect.ClientStream[dsecv1.Impo
 		}
 		return nil, errNoMessage
 	}
-	return response(s.g.importLayer(ctx, &importReader{in: in, rest: in.Msg().GetData()}, in.Msg().GetPublish(), in.Msg().GetSource()))
+	m := in.Msg()
+	return response(s.g.importLayer(ctx, &importReader{in: in, rest: m.GetData()}, m.GetPublish(), m.GetSource(), m.GetHot()))
 }
 
 // putLayer is Import as plain HTTP: the body is the tar.
@@ -67,7 +68,7 @@ func (g *Gateway) putLayer(w http.ResponseWriter, r *http.Request) {
 		if q.err != nil {
 			return q.err
 		}
-		out, err := g.importLayer(ctx, brokenBody{r.Body}, q.v.Get("name"), q.v.Get("source"))
+		out, err := g.importLayer(ctx, brokenBody{r.Body}, q.v.Get("name"), q.v.Get("source"), nil)
 		if err != nil {
 			return err
 		}
@@ -87,7 +88,7 @@ func (b brokenBody) Read(p []byte) (int, error) {
 }
 
 // importLayer makes a layer of a tar and, with a name, its current version.
-func (g *Gateway) importLayer(ctx context.Context, body io.Reader, name, source string) (*dsecv1.ImportResponse, error) {
+func (g *Gateway) importLayer(ctx context.Context, body io.Reader, name, source string, hot []string) (*dsecv1.ImportResponse, error) {
 	project := rpc.Project(ctx)
 	if name != "" {
 		if err := layer.CheckName("publish", name); err != nil {
@@ -98,7 +99,7 @@ func (g *Gateway) importLayer(ctx context.Context, body io.Reader, name, source 
 		return nil, fmt.Errorf("source: %d octets, at most 1024: %w", len(source), sandbox.ErrInvalid)
 	}
 	began := time.Now()
-	d, err := g.layers.ImportTar(ctx, project, body, layer.Options{Source: source})
+	d, err := g.layers.ImportTar(ctx, project, body, layer.Options{Source: source, Hot: hot})
 	if err != nil {
 		return nil, err
 	}

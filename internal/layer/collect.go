@@ -61,8 +61,8 @@ func (c *Catalogue) erase(ctx context.Context, id ID) (Descriptor, error) {
 }
 
 // Sweep removes data that nothing refers to and that is older than age: what an import left that died between its steps, and
-// snapshots that nobody took. What hosts may have mounted from a far store stays for four times the age after its removal. It returns how
-// many objects went. The age must be longer than any import takes.
+// snapshots that nobody took. What hosts may have mounted from a far store stays for four times the age after its removal, and as long as
+// a host's lease names it. It returns how many objects went. The age must be longer than any import takes.
 func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	if c.facts == nil {
 		return 0, fmt.Errorf("sweep layers: needs the facts: %w", sandbox.ErrUnsupported)
@@ -70,6 +70,11 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	keep, err := c.holders(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("sweep layers: %w", err)
+	}
+	// Before anything is looked at: a host that takes a layer up later does so while its grace runs.
+	leased, err := c.leased(ctx)
 	if err != nil {
 		return 0, fmt.Errorf("sweep layers: %w", err)
 	}
@@ -125,12 +130,14 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 			n++
 			continue
 		}
-		if d, err = c.dropSuperseded(ctx, d, c.now().Add(-graceFactor*age)); err != nil {
-			return n, fmt.Errorf("sweep layers: %w", err)
+		if !leased[id] { // a replaced form may be the one that is mounted
+			if d, err = c.dropSuperseded(ctx, d, c.now().Add(-graceFactor*age)); err != nil {
+				return n, fmt.Errorf("sweep layers: %w", err)
+			}
 		}
 		use(d)
 	}
-	if err := c.buried(ctx, c.now().Add(-graceFactor*age), use); err != nil {
+	if err := c.buried(ctx, c.now().Add(-graceFactor*age), leased, use); err != nil {
 		return n, fmt.Errorf("sweep layers: %w", err)
 	}
 	var lost []string

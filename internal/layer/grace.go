@@ -47,12 +47,13 @@ func (c *Catalogue) bury(ctx context.Context, d Descriptor) error {
 	return store.Put(ctx, c.store, removedKey(d.ID), bytesReader(text))
 }
 
-// buried calls each for layers that were removed after the time, and forgets those removed before.
-func (c *Catalogue) buried(ctx context.Context, after time.Time, each func(Descriptor)) error {
+// buried calls each for layers that were removed after the time or that a host uses, and forgets the others.
+func (c *Catalogue) buried(ctx context.Context, after time.Time, leased map[ID]bool, each func(Descriptor)) error {
 	var over []string
 	var failed error
 	if err := c.store.List(ctx, "removed/", func(i store.Info) bool {
-		if i.Modified.Before(after) {
+		id := ID(idPrefix + strings.TrimSuffix(strings.TrimPrefix(i.Key, "removed/"), ".json"))
+		if i.Modified.Before(after) && !leased[id] {
 			over = append(over, i.Key)
 			return true
 		}

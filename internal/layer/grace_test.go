@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -70,6 +71,52 @@ func TestRemovedLayersStayForTheirReaders(t *testing.T) {
 	aged(t, dir, "removed", 5*time.Hour)
 	_, err = c.Sweep(ctx, time.Hour)
 	must(t, err)
+	if left := objects(t, dir); len(left) != 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// What a host says it has mounted stays, however long ago it was removed or replaced; a lease that ran out holds nothing.
+func TestLeasesKeepLayers(t *testing.T) {
+	ctx := context.Background()
+	dir := t.TempDir()
+	f, err := facts.OpenBolt(filepath.Join(dir, "facts.db"))
+	must(t, err)
+	defer f.Close()
+	s, err := store.NewDir(filepath.Join(dir, "store"))
+	must(t, err)
+	c := layer.New(f, far{s})
+	d, err := c.ImportTar(ctx, "default", bytes.NewReader(archive(t, file("f", strings.Repeat("text", 5000)))), layer.Options{})
+	must(t, err)
+	// A host has no facts.
+	must(t, layer.New(nil, far{s}).Lease(ctx, "h1", []layer.ID{d.ID}), c.Remove(ctx, "default", string(d.ID)))
+	sweep := func() {
+		aged(t, dir, "blobs", 480*time.Hour)
+		aged(t, dir, "removed", 480*time.Hour)
+		_, err := c.Sweep(ctx, time.Hour)
+		must(t, err)
+	}
+	whole := func() bool {
+		for _, digest := range []string{d.Forms[0].Digest, d.Forms[0].Data.Digest, d.Forms[0].Data.Units} {
+			if _, err := os.Stat(blobPath(dir, digest)); err != nil {
+				return false
+			}
+		}
+		return true
+	}
+	for range 3 {
+		if sweep(); !whole() {
+			t.Fatal("a layer in use lost its objects")
+		}
+	}
+	must(t, os.WriteFile(filepath.Join(dir, "store", "leases", "h2.json"), []byte("{"), 0o600))
+	aged(t, dir, "removed", 480*time.Hour)
+	if _, err := c.Sweep(ctx, time.Hour); err == nil {
+		t.Error("a lease that can't be read was passed over")
+	}
+	over := fmt.Sprintf(`{"until":"2001-01-01T00:00:00Z","layers":[%q]}`, d.ID)
+	must(t, os.WriteFile(filepath.Join(dir, "store", "leases", "h2.json"), []byte(over), 0o600), c.Lease(ctx, "h1", nil))
+	sweep()
 	if left := objects(t, dir); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}

@@ -24,7 +24,7 @@ const (
 
 type LayerForm struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"` // erofs
+	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"` // split (metadata and contents) or erofs (one image)
 	Digest        string                 `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
 	Size          int64                  `protobuf:"varint,3,opt,name=size,proto3" json:"size,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -315,6 +315,7 @@ type ImportRequest struct {
 	Publish       string                 `protobuf:"bytes,1,opt,name=publish,proto3" json:"publish,omitempty"` // first message only
 	Source        string                 `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
 	Data          []byte                 `protobuf:"bytes,3,opt,name=data,proto3" json:"data,omitempty"`
+	Hot           []string               `protobuf:"bytes,4,rep,name=hot,proto3" json:"hot,omitempty"` // first message only: paths whose contents lie in front, what is read first; unknown ones are passed over
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -366,6 +367,13 @@ func (x *ImportRequest) GetSource() string {
 func (x *ImportRequest) GetData() []byte {
 	if x != nil {
 		return x.Data
+	}
+	return nil
+}
+
+func (x *ImportRequest) GetHot() []string {
+	if x != nil {
+		return x.Hot
 	}
 	return nil
 }
@@ -1556,11 +1564,12 @@ const file_dsec_v1_layer_proto_rawDesc = "" +
 	"\fLayerVersion\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x03R\aversion\x12\x14\n" +
 	"\x05layer\x18\x02 \x01(\tR\x05layer\x124\n" +
-	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"U\n" +
+	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\"g\n" +
 	"\rImportRequest\x12\x18\n" +
 	"\apublish\x18\x01 \x01(\tR\apublish\x12\x16\n" +
 	"\x06source\x18\x02 \x01(\tR\x06source\x12\x12\n" +
-	"\x04data\x18\x03 \x01(\fR\x04data\"n\n" +
+	"\x04data\x18\x03 \x01(\fR\x04data\x12\x10\n" +
+	"\x03hot\x18\x04 \x03(\tR\x03hot\"n\n" +
 	"\x0eImportResponse\x12$\n" +
 	"\x05layer\x18\x01 \x01(\v2\x0e.dsec.v1.LayerR\x05layer\x12\x1c\n" +
 	"\tpublished\x18\x02 \x01(\tR\tpublished\x12\x18\n" +

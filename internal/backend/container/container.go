@@ -598,6 +598,9 @@ func (b *Backend) Keeper() keeper.Info {
 	return b.keeper
 }
 
+// LayersInUse are the layers that are mounted here, in order of their IDs: others must not remove their contents.
+func (b *Backend) LayersInUse() []string { return b.mounts.inUse() }
+
 // Held names what the driver itself holds for sandboxes: registered ones, uid slots and network devices.
 func (b *Backend) Held() []string {
 	out := b.slots.names()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -126,6 +127,20 @@ func (m *layerMounts) hold(ids []string) {
 		}
 		l.refs++
 	}
+}
+
+// inUse are the layers that are mounted or that a sandbox has.
+func (m *layerMounts) inUse() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var out []string
+	for id, l := range m.byID {
+		if l.mounted || l.refs > 0 || l.busy != nil {
+			out = append(out, id)
+		}
+	}
+	slices.Sort(out)
+	return out
 }
 
 func (m *layerMounts) release(ids []string) {
