@@ -65,11 +65,11 @@ func newBurst(ctx context.Context, dir, cache string) (*burst, error) {
 	if b.tree, err = b.base.tree(ctx, cache); err != nil {
 		return nil, err
 	}
-	b.command = b.base.command + " && cat /work/0/* > /dev/null && test -d /kit"
+	b.command = b.base.command + " && cat /task/0/* > /dev/null && test -d /kit"
 	measure.Note("making %d workspaces of %d MiB and a tool kit of %d MiB", burstImages, workOctets>>20, kitOctets>>20)
 	for i := range burstImages {
 		path := filepath.Join(dir, fmt.Sprintf("work-%d.tar", i))
-		if err := slice(b.tree, path, "work", i, workOctets); err != nil {
+		if err := slice(b.tree, path, "task", i, workOctets); err != nil {
 			return nil, err
 		}
 		b.work = append(b.work, path)
@@ -267,13 +267,13 @@ func counted(do func(context.Context, int) error) func(context.Context, int) err
 
 // onOverlay runs a command on an overlay of folders.
 func onOverlay(ctx context.Context, lowers []string, dir, command string) error {
-	for _, d := range []string{"upper", "work", "root"} {
+	for _, d := range []string{"upper", "scratch", "tree"} {
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
 			return err
 		}
 	}
-	const script = `mount -t overlay overlay -o "lowerdir=$1,upperdir=$0/upper,workdir=$0/work" "$0/root" && mount --bind /dev "$0/root/dev" &&
-mount -t proc proc "$0/root/proc" && exec chroot "$0/root" sh -c "$2"`
+	const script = `mount -t overlay overlay -o "lowerdir=$1,upperdir=$0/upper,workdir=$0/scratch" "$0/tree" && mount --bind /dev "$0/tree/dev" &&
+mount -t proc proc "$0/tree/proc" && exec chroot "$0/tree" sh -c "$2"`
 	cmd := exec.CommandContext(ctx, "unshare", "--mount", "--pid", "--fork", "--propagation", "private", "sh", "-c", script, dir, strings.Join(lowers, ":"), command)
 	cmd.Env = []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8"}
 	if out, err := cmd.CombinedOutput(); err != nil {

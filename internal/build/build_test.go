@@ -171,8 +171,8 @@ func TestTrees(t *testing.T) {
 var fileTime = time.Unix(1, 0)
 
 func TestPlaces(t *testing.T) {
-	at := places([]string{"apt-lists"}, []string{"/root", "/home/b"})
-	for p, is := range map[string]bool{"/tmp": true, "/home/b/.cache/pip": true, "/root/.cache/pip": true, "/var/lib/apt/lists": false, "/root": true} {
+	at := places([]string{"apt-lists"}, []string{"/home/a", "/home/b"})
+	for p, is := range map[string]bool{"/tmp": true, "/home/b/.cache/pip": true, "/home/a/.cache/pip": true, "/var/lib/apt/lists": false, "/home/a": true} {
 		if _, ok := at[p]; ok != is {
 			t.Errorf("%s: %v", p, ok)
 		}
@@ -192,14 +192,14 @@ func TestSecrets(t *testing.T) {
 		t.Error(d)
 	}
 	for p, text := range map[string]string{
-		"/root/.ssh/id_ed25519": "-----BEGIN OPENSSH PRIVATE KEY-----", "/x/server.pem": "-----BEGIN RSA PRIVATE KEY-----", "/root/.netrc": "machine a login b password c",
-		"/home/u/.npmrc": "//r/:_authToken=x", "/root/.docker/config.json": `{"auths":{"a":{"auth":"x"}}}`, "/app/.env": "export API_KEY=abc",
+		"/home/a/.ssh/id_ed25519": "-----BEGIN OPENSSH PRIVATE KEY-----", "/x/server.pem": "-----BEGIN RSA PRIVATE KEY-----", "/home/a/.netrc": "machine a login b password c",
+		"/home/u/.npmrc": "//r/:_authToken=x", "/home/a/.docker/config.json": `{"auths":{"a":{"auth":"x"}}}`, "/app/.env": "export API_KEY=abc",
 	} {
 		if why, look := suspicious(p); why == "" || look != nil && !look.MatchString(text) {
 			t.Errorf("%s is not seen", p)
 		}
 	}
-	for p, text := range map[string]string{"/etc/ssl/certs/ca.pem": "-----BEGIN CERTIFICATE-----", "/app/.env": "PORT=80\nTOKEN=\n", "/root/.docker/config.json": "{}", "/a/id_rsa.pub": "ssh-rsa", "/etc/passwd": "root"} {
+	for p, text := range map[string]string{"/etc/ssl/certs/ca.pem": "-----BEGIN CERTIFICATE-----", "/app/.env": "PORT=80\nTOKEN=\n", "/home/a/.docker/config.json": "{}", "/a/id_rsa.pub": "ssh-rsa", "/etc/passwd": "root"} {
 		if why, look := suspicious(p); why != "" && (look == nil || look.MatchString(text)) {
 			t.Errorf("%s passes for a secret: %s", p, why)
 		}

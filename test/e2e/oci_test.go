@@ -297,21 +297,21 @@ func TestEnvBuild(t *testing.T) {
 from = "layer:base/debian"
 builder = "root"
 user = "alice"
-workdir = "/work"
+workdir = "/srv/app"
 kits = ["kit/eb"]
-check = "test \"$(id -un)\" = alice; python3 /work/main.py | grep -qx built; test ! -e /work/skip.pyc"
+check = "test \"$(id -un)\" = alice; python3 /srv/app/main.py | grep -qx built; test ! -e /srv/app/skip.pyc"
 [env]
 GREETING = "hi"
 [[step]]
 run = """
-test "$(pwd)" = /work
+test "$(pwd)" = /srv/app
 echo $GREETING > made
 touch /tmp/rubbish; mkdir -p /var/cache/apt/archives; touch /var/cache/apt/archives/x.deb /var/cache/apt/archives/keep.txt
 mkdir -p /root/.cache/pip/a; id -un > who
 """
 [[step]]
 copy = "src"
-to = "/work"
+to = "/srv/app"
 owner = "alice"
 exclude = ["*.pyc"]
 [[step]]
@@ -327,7 +327,7 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 	}
 	sb := s.box(t, func(o *client.Options) { o.Environment, o.Memory = "eb/app", 512<<20 })
 	want(t, exe(t, sb, sh("id -un; pwd; echo $GREETING $LATER; cat made who sub/data /opt/kit; stat -c '%U %a' main.py made; ls /tmp /var/cache/apt/archives | grep -v '^$'")), 0,
-		"alice\n/work\nhi yes\nhi\nroot\ndonealice 644\nalice 644\n/tmp:\n/var/cache/apt/archives:\nkeep.txt\nlock\npartial\n", "")
+		"alice\n/srv/app\nhi yes\nhi\nroot\ndonealice 644\nalice 644\n/tmp:\n/var/cache/apt/archives:\nkeep.txt\nlock\npartial\n", "")
 
 	want(t, exe(t, sb, shAs("root", "test ! -e /root/.cache/pip/a && echo gone")), 0, "gone\n", "")
 
@@ -364,9 +364,9 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 	}
 	// Secrets are told.
 	write("secret.toml", strings.Replace(file, `GREETING = "hi"`, "GREETING = \"hi\"\nHF_TOKEN = \"hf_abcdefghijklmnopqrstuvwxyz\"", 1)+
-		"[[step]]\nrun = \"mkdir -p /root/.ssh; printf -- '-----BEGIN OPENSSH PRIVATE KEY-----' > /root/.ssh/id_ed25519; touch /work/id_rsa\"\n")
+		"[[step]]\nrun = \"mkdir -p /srv/keys; printf -- '-----BEGIN OPENSSH PRIVATE KEY-----' > /srv/keys/id_ed25519; touch /srv/app/id_rsa\"\n")
 	out, log, code = dsec("env", "build", "-f", filepath.Join(dir, "secret.toml"), "--name", "eb/secret", "--fail-secrets")
-	if code == 0 || !strings.Contains(log, "variable HF_TOKEN") || !strings.Contains(log, "/root/.ssh/id_ed25519") || strings.Contains(log, "/work/id_rsa looks") {
+	if code == 0 || !strings.Contains(log, "variable HF_TOKEN") || !strings.Contains(log, "/srv/keys/id_ed25519") || strings.Contains(log, "/srv/app/id_rsa looks") {
 		t.Errorf("secrets: code %d\n%s%s", code, out, log)
 	}
 
@@ -400,7 +400,7 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 		t.Fatalf("import: %s%s", out, log)
 	}
 	back := s.box(t, func(o *client.Options) { o.Image, o.Memory = "localhost/eb:v1", 512<<20 })
-	want(t, exe(t, back, sh("id -un; pwd; cat made who sub/data /opt/kit")), 0, "alice\n/work\nhi\nroot\netwo", "")
+	want(t, exe(t, back, sh("id -un; pwd; cat made who sub/data /opt/kit")), 0, "alice\n/srv/app\nhi\nroot\netwo", "")
 
 }
 
