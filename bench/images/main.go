@@ -54,10 +54,7 @@ func run(ctx context.Context, rounds int, cache, only string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() {
-		unmount(dir)
-		err = errors.Join(err, os.RemoveAll(dir))
-	}()
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	var all []*subject
 	for _, e := range environments() {
 		if only != "" && e.name != only {
@@ -163,12 +160,4 @@ func stopEnded(ctx context.Context) error {
 	}
 	ended = nil
 	return err
-}
-
-func unmount(dir string) {
-	for range 8 {
-		if unix.Unmount(dir, unix.MNT_DETACH) != nil {
-			return
-		}
-	}
 }

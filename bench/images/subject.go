@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 
 	"github.com/dsec-dev/dsec/bench/measure"
 	"github.com/dsec-dev/dsec/internal/store/storetest"
@@ -267,23 +268,8 @@ func worst(all []*subject) {
 		warm := s.warm.median().seconds
 		pull = append(pull, (full.seconds-warm)/(hot.seconds-warm))
 	}
-	measure.Print("images.cold_over_local", most(local), "x")
-	measure.Print("images.fetched_share", most(fetched), "")
-	measure.Print("images.write_share", most(write), "")
-	measure.Print("images.pull_over_cold", -most(negative(pull)), "x")
-}
-
-func most(v []float64) float64 {
-	m := v[0]
-	for _, f := range v {
-		m = max(m, f)
-	}
-	return m
-}
-
-func negative(v []float64) (out []float64) {
-	for _, f := range v {
-		out = append(out, -f)
-	}
-	return out
+	measure.Print("images.cold_over_local", slices.Max(local), "x")
+	measure.Print("images.fetched_share", slices.Max(fetched), "")
+	measure.Print("images.write_share", slices.Max(write), "")
+	measure.Print("images.pull_over_cold", slices.Min(pull), "x")
 }

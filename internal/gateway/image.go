@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -125,7 +125,7 @@ func (s images) Pull(ctx context.Context, r *connect.Request[dsecv1.PullRequest]
 		if len(list) == 0 {
 			return nil
 		}
-		slices.SortFunc(list, func(a, b *dsecv1.PullProgress) int { return compare(a.Layer, b.Layer) })
+		slices.SortFunc(list, func(a, b *dsecv1.PullProgress) int { return strings.Compare(a.Layer, b.Layer) })
 		return out.Send(&dsecv1.PullResponse{Progress: list})
 	}
 	tick := time.NewTicker(progressEvery)
@@ -150,16 +150,6 @@ func (s images) Pull(ctx context.Context, r *connect.Request[dsecv1.PullRequest]
 	}
 }
 
-func compare(a, b string) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	}
-	return 0
-}
-
 func (s images) MissingLayers(ctx context.Context, r *connect.Request[dsecv1.MissingLayersRequest]) (*connect.Response[dsecv1.MissingLayersResponse], error) {
 	store, err := s.g.imageStore()
 	if err != nil {
@@ -167,32 +157,6 @@ func (s images) MissingLayers(ctx context.Context, r *connect.Request[dsecv1.Mis
 	}
 	list, err := store.Missing(ctx, rpc.Project(ctx), r.Msg.GetDiffIds())
 	return response(&dsecv1.MissingLayersResponse{DiffIds: list}, err)
-}
-
-// pushReader is the tar of a PushLayer stream; one message is held at a time.
-type pushReader struct {
-	in   *connect.ClientStream[dsecv1.PushLayerRequest]
-	rest []byte
-	err  error
-}
-
-func (r *pushReader) Read(b []byte) (int, error) {
-	for len(r.rest) == 0 {
-		if r.err != nil {
-			return 0, r.err
-		}
-		if !r.in.Receive() {
-			r.err = io.EOF
-			if err := r.in.Err(); err != nil {
-				r.err = fmt.Errorf("push: the stream broke off: %w", err)
-			}
-			continue
-		}
-		r.rest = r.in.Msg().GetData()
-	}
-	n := copy(b, r.rest)
-	r.rest = r.rest[n:]
-	return n, nil
 }
 
 func (s images) PushLayer(ctx context.Context, in *connect.ClientStream[dsecv1.PushLayerRequest]) (*connect.Response[dsecv1.PushLayerResponse], error) {
@@ -207,7 +171,7 @@ func (s images) PushLayer(ctx context.Context, in *connect.ClientStream[dsecv1.P
 		return nil, errNoMessage
 	}
 	id := in.Msg().GetDiffId()
-	l, err := store.PushLayer(ctx, rpc.Project(ctx), id, &pushReader{in: in, rest: in.Msg().GetData()})
+	l, err := store.PushLayer(ctx, rpc.Project(ctx), id, readTar(in, "push", in.Msg()))
 	return response(&dsecv1.PushLayerResponse{DiffId: id, Layer: l}, err)
 }
 

@@ -24,14 +24,26 @@ type layers struct{ g *Gateway }
 
 var _ dsecv1connect.LayerServiceHandler = layers{}
 
-// importReader is the tar of an Import stream; one message is held at a time.
-type importReader struct {
-	in   *connect.ClientStream[dsecv1.ImportRequest]
+// tarReader is the tar of a stream of messages with data; one message is held at a time.
+type tarReader[T any, M interface {
+	*T
+	GetData() []byte
+}] struct {
+	in   *connect.ClientStream[T]
+	what string // of the call, for its errors
 	rest []byte
 	err  error
 }
 
-func (r *importReader) Read(b []byte) (int, error) {
+// readTar goes on behind the first message, which was received.
+func readTar[T any, M interface {
+	*T
+	GetData() []byte
+}](in *connect.ClientStream[T], what string, first M) io.Reader {
+	return &tarReader[T, M]{in: in, what: what, rest: first.GetData()}
+}
+
+func (r *tarReader[T, M]) Read(b []byte) (int, error) {
 	for len(r.rest) == 0 {
 		if r.err != nil {
 			return 0, r.err
@@ -39,11 +51,11 @@ func (r *importReader) Read(b []byte) (int, error) {
 		if !r.in.Receive() {
 			r.err = io.EOF
 			if err := r.in.Err(); err != nil {
-				r.err = fmt.Errorf("import: the stream broke off: %w", err)
+				r.err = fmt.Errorf("%s: the stream broke off: %w", r.what, err)
 			}
 			continue
 		}
-		r.rest = r.in.Msg().GetData()
+		r.rest = M(r.in.Msg()).GetData()
 	}
 	n := copy(b, r.rest)
 	r.rest = r.rest[n:]
@@ -58,7 +70,7 @@ func (s layers) Import(ctx context.Context, in *connect.ClientStream[dsecv1.Impo
 		return nil, errNoMessage
 	}
 	m := in.Msg()
-	return response(s.g.importLayer(ctx, &importReader{in: in, rest: m.GetData()}, m.GetPublish(), m.GetSource(), m.GetHot()))
+	return response(s.g.importLayer(ctx, readTar(in, "import", m), m.GetPublish(), m.GetSource(), m.GetHot()))
 }
 
 // putLayer is Import as plain HTTP: the body is the tar.
