@@ -64,7 +64,12 @@ func Dial(ctx context.Context, dir string, o DialOptions) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("keeper: dial %s: %w", filepath.Join(dir, SocketName), err)
 	}
-	cl := &Client{conn: newConn(c.(*net.UnixConn)), handler: o.Handler, calls: map[uint64]chan response{}, queues: map[sandbox.ID]*eventQueue{}}
+	return NewClient(ctx, c.(*net.UnixConn), o)
+}
+
+// NewClient greets the keeper at the far end of a connection, which it owns from now on.
+func NewClient(ctx context.Context, c *net.UnixConn, o DialOptions) (*Client, error) {
+	cl := &Client{conn: newConn(c), handler: o.Handler, calls: map[uint64]chan response{}, queues: map[sandbox.ID]*eventQueue{}}
 	cl.ctx, cl.cancel = context.WithCancelCause(context.Background())
 	cl.wg.Add(1)
 	go cl.readLoop()
