@@ -46,6 +46,7 @@ type Peer struct {
 	Files     dsecv1connect.FileServiceClient
 	// The calls that stream; all streams share HTTP/2 connections.
 	Logs        dsecv1connect.LogServiceClient
+	Restores    dsecv1connect.HostRestoreServiceClient
 	Streams     dsecv1connect.CommandServiceClient
 	FileStreams dsecv1connect.FileServiceClient
 
@@ -196,6 +197,7 @@ func (p *Peer) clients() {
 	p.Files = dsecv1connect.NewFileServiceClient(short, p.base, opts...)
 	p.FileStreams = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
+	p.Restores = dsecv1connect.NewHostRestoreServiceClient(short, p.base, opts...)
 }
 
 // Close closes connections that no call uses.

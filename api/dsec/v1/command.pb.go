@@ -23,26 +23,30 @@ const (
 )
 
 type StartRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sandbox       string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
-	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"` // step key; made and answered when empty
-	Argv          []string               `protobuf:"bytes,3,rep,name=argv,proto3" json:"argv,omitempty"`
-	ArgvRaw       [][]byte               `protobuf:"bytes,4,rep,name=argv_raw,json=argvRaw,proto3" json:"argv_raw,omitempty"`
-	Session       string                 `protobuf:"bytes,5,opt,name=session,proto3" json:"session,omitempty"`
-	Text          string                 `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
-	TextRaw       []byte                 `protobuf:"bytes,7,opt,name=text_raw,json=textRaw,proto3" json:"text_raw,omitempty"`
-	Env           []*EnvVar              `protobuf:"bytes,8,rep,name=env,proto3" json:"env,omitempty"`
-	Cwd           string                 `protobuf:"bytes,9,opt,name=cwd,proto3" json:"cwd,omitempty"`
-	CwdRaw        []byte                 `protobuf:"bytes,10,opt,name=cwd_raw,json=cwdRaw,proto3" json:"cwd_raw,omitempty"`
-	User          string                 `protobuf:"bytes,11,opt,name=user,proto3" json:"user,omitempty"`
-	Stdin         []byte                 `protobuf:"bytes,12,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	StdinOpen     bool                   `protobuf:"varint,13,opt,name=stdin_open,json=stdinOpen,proto3" json:"stdin_open,omitempty"`
-	Terminal      *Terminal              `protobuf:"bytes,14,opt,name=terminal,proto3" json:"terminal,omitempty"`
-	TimeoutMs     int64                  `protobuf:"varint,15,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
-	OutputCap     int64                  `protobuf:"varint,16,opt,name=output_cap,json=outputCap,proto3" json:"output_cap,omitempty"`       // octets a stream; default 16 MiB
-	WaitMs        int64                  `protobuf:"varint,17,opt,name=wait_ms,json=waitMs,proto3" json:"wait_ms,omitempty"`                // 0 answers as soon as it runs
-	OutputLimit   int64                  `protobuf:"varint,18,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"` // octets of each stream in the answer; default 1 MiB, at most 16 MiB
-	TextOutput    bool                   `protobuf:"varint,19,opt,name=text_output,json=textOutput,proto3" json:"text_output,omitempty"`    // also fill stdout_text and stderr_text (invalid UTF-8 replaced)
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox     string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	Id          string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"` // step key; made and answered when empty
+	Argv        []string               `protobuf:"bytes,3,rep,name=argv,proto3" json:"argv,omitempty"`
+	ArgvRaw     [][]byte               `protobuf:"bytes,4,rep,name=argv_raw,json=argvRaw,proto3" json:"argv_raw,omitempty"`
+	Session     string                 `protobuf:"bytes,5,opt,name=session,proto3" json:"session,omitempty"`
+	Text        string                 `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
+	TextRaw     []byte                 `protobuf:"bytes,7,opt,name=text_raw,json=textRaw,proto3" json:"text_raw,omitempty"`
+	Env         []*EnvVar              `protobuf:"bytes,8,rep,name=env,proto3" json:"env,omitempty"`
+	Cwd         string                 `protobuf:"bytes,9,opt,name=cwd,proto3" json:"cwd,omitempty"`
+	CwdRaw      []byte                 `protobuf:"bytes,10,opt,name=cwd_raw,json=cwdRaw,proto3" json:"cwd_raw,omitempty"`
+	User        string                 `protobuf:"bytes,11,opt,name=user,proto3" json:"user,omitempty"`
+	Stdin       []byte                 `protobuf:"bytes,12,opt,name=stdin,proto3" json:"stdin,omitempty"`
+	StdinOpen   bool                   `protobuf:"varint,13,opt,name=stdin_open,json=stdinOpen,proto3" json:"stdin_open,omitempty"`
+	Terminal    *Terminal              `protobuf:"bytes,14,opt,name=terminal,proto3" json:"terminal,omitempty"`
+	TimeoutMs   int64                  `protobuf:"varint,15,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`
+	OutputCap   int64                  `protobuf:"varint,16,opt,name=output_cap,json=outputCap,proto3" json:"output_cap,omitempty"`       // octets a stream; default 16 MiB
+	WaitMs      int64                  `protobuf:"varint,17,opt,name=wait_ms,json=waitMs,proto3" json:"wait_ms,omitempty"`                // 0 answers as soon as it runs
+	OutputLimit int64                  `protobuf:"varint,18,opt,name=output_limit,json=outputLimit,proto3" json:"output_limit,omitempty"` // octets of each stream in the answer; default 1 MiB, at most 16 MiB
+	TextOutput  bool                   `protobuf:"varint,19,opt,name=text_output,json=textOutput,proto3" json:"text_output,omitempty"`    // also fill stdout_text and stderr_text (invalid UTF-8 replaced)
+	// What a restore of its sandbox does with it: repeat, verify (the check decides: exit code 0 says that it need not be done again, 1 that it
+	// must, another asks the caller) or never. Empty: the job's; else repeat where the sandbox had no network, else never.
+	Restore       string   `protobuf:"bytes,20,opt,name=restore,proto3" json:"restore,omitempty"`
+	Check         []string `protobuf:"bytes,21,rep,name=check,proto3" json:"check,omitempty"` // argv of the check
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -208,6 +212,20 @@ func (x *StartRequest) GetTextOutput() bool {
 		return x.TextOutput
 	}
 	return false
+}
+
+func (x *StartRequest) GetRestore() string {
+	if x != nil {
+		return x.Restore
+	}
+	return ""
+}
+
+func (x *StartRequest) GetCheck() []string {
+	if x != nil {
+		return x.Check
+	}
+	return nil
 }
 
 type Terminal struct {
@@ -1956,7 +1974,7 @@ var File_dsec_v1_command_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_command_proto_rawDesc = "" +
 	"\n" +
-	"\x15dsec/v1/command.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x91\x04\n" +
+	"\x15dsec/v1/command.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc1\x04\n" +
 	"\fStartRequest\x12\x18\n" +
 	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
@@ -1981,7 +1999,9 @@ const file_dsec_v1_command_proto_rawDesc = "" +
 	"\await_ms\x18\x11 \x01(\x03R\x06waitMs\x12!\n" +
 	"\foutput_limit\x18\x12 \x01(\x03R\voutputLimit\x12\x1f\n" +
 	"\vtext_output\x18\x13 \x01(\bR\n" +
-	"textOutput\"2\n" +
+	"textOutput\x12\x18\n" +
+	"\arestore\x18\x14 \x01(\tR\arestore\x12\x14\n" +
+	"\x05check\x18\x15 \x03(\tR\x05check\"2\n" +
 	"\bTerminal\x12\x12\n" +
 	"\x04rows\x18\x01 \x01(\rR\x04rows\x12\x12\n" +
 	"\x04cols\x18\x02 \x01(\rR\x04cols\"\xd8\x02\n" +

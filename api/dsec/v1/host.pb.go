@@ -586,6 +586,7 @@ type FindKeyRequest struct {
 	Job           string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
 	Key           string                 `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
 	Name          string                 `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	Sandbox       string                 `protobuf:"bytes,4,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // ID of one whose host may be gone
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -637,6 +638,13 @@ func (x *FindKeyRequest) GetKey() string {
 func (x *FindKeyRequest) GetName() string {
 	if x != nil {
 		return x.Name
+	}
+	return ""
+}
+
+func (x *FindKeyRequest) GetSandbox() string {
+	if x != nil {
+		return x.Sandbox
 	}
 	return ""
 }
@@ -753,11 +761,12 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\x06doctor\x18\x0e \x03(\v2'.dsec.v1.HostStatusResponse.DoctorEntryR\x06doctor\x1a9\n" +
 	"\vDoctorEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"H\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"b\n" +
 	"\x0eFindKeyRequest\x12\x10\n" +
 	"\x03job\x18\x01 \x01(\tR\x03job\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x12\n" +
-	"\x04name\x18\x03 \x01(\tR\x04name\"=\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12\x18\n" +
+	"\asandbox\x18\x04 \x01(\tR\asandbox\"=\n" +
 	"\x0fFindKeyResponse\x12*\n" +
 	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox2K\n" +
 	"\vInfoService\x12<\n" +

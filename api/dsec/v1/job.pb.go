@@ -33,6 +33,7 @@ type Job struct {
 	Running       int32                  `protobuf:"varint,7,opt,name=running,proto3" json:"running,omitempty"`
 	Paused        int32                  `protobuf:"varint,8,opt,name=paused,proto3" json:"paused,omitempty"`
 	Ended         int32                  `protobuf:"varint,9,opt,name=ended,proto3" json:"ended,omitempty"`
+	Restore       string                 `protobuf:"bytes,10,opt,name=restore,proto3" json:"restore,omitempty"` // class of commands that state none: repeat | never; see StartRequest.restore
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -128,6 +129,13 @@ func (x *Job) GetEnded() int32 {
 		return x.Ended
 	}
 	return 0
+}
+
+func (x *Job) GetRestore() string {
+	if x != nil {
+		return x.Restore
+	}
+	return ""
 }
 
 type PutJobRequest struct {
@@ -626,7 +634,7 @@ var File_dsec_v1_job_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_job_proto_rawDesc = "" +
 	"\n" +
-	"\x11dsec/v1/job.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x02\n" +
+	"\x11dsec/v1/job.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb2\x02\n" +
 	"\x03Job\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aproject\x18\x02 \x01(\tR\aproject\x12\x19\n" +
@@ -638,7 +646,9 @@ const file_dsec_v1_job_proto_rawDesc = "" +
 	"\fretention_ms\x18\x06 \x01(\x03R\vretentionMs\x12\x18\n" +
 	"\arunning\x18\a \x01(\x05R\arunning\x12\x16\n" +
 	"\x06paused\x18\b \x01(\x05R\x06paused\x12\x14\n" +
-	"\x05ended\x18\t \x01(\x05R\x05ended\"/\n" +
+	"\x05ended\x18\t \x01(\x05R\x05ended\x12\x18\n" +
+	"\arestore\x18\n" +
+	" \x01(\tR\arestore\"/\n" +
 	"\rPutJobRequest\x12\x1e\n" +
 	"\x03job\x18\x01 \x01(\v2\f.dsec.v1.JobR\x03job\"0\n" +
 	"\x0ePutJobResponse\x12\x1e\n" +

@@ -472,8 +472,9 @@ type TrajectoryFilter struct {
 	Job           string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
 	Sandboxes     []string               `protobuf:"bytes,2,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"` // IDs
 	Labels        map[string]string      `protobuf:"bytes,3,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Reward        string                 `protobuf:"bytes,4,opt,name=reward,proto3" json:"reward,omitempty"` // as in ">0", "<=0.5", "==1", "!=0"; "none" has no reward, "any" has one
-	Ended         bool                   `protobuf:"varint,5,opt,name=ended,proto3" json:"ended,omitempty"`  // of ended sandboxes alone
+	Reward        string                 `protobuf:"bytes,4,opt,name=reward,proto3" json:"reward,omitempty"`                                    // as in ">0", "<=0.5", "==1", "!=0"; "none" has no reward, "any" has one
+	Ended         bool                   `protobuf:"varint,5,opt,name=ended,proto3" json:"ended,omitempty"`                                     // of ended sandboxes alone
+	WithoutLabels []string               `protobuf:"bytes,6,rep,name=without_labels,json=withoutLabels,proto3" json:"without_labels,omitempty"` // that have none of these labels
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -541,6 +542,13 @@ func (x *TrajectoryFilter) GetEnded() bool {
 		return x.Ended
 	}
 	return false
+}
+
+func (x *TrajectoryFilter) GetWithoutLabels() []string {
+	if x != nil {
+		return x.WithoutLabels
+	}
+	return nil
 }
 
 type StepsRequest struct {
@@ -1199,13 +1207,14 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\averdict\x18\x04 \x01(\v2\x10.dsec.v1.VerdictR\averdict\"Z\n" +
 	"\x12SetVerdictResponse\x12*\n" +
 	"\averdict\x18\x01 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x18\n" +
-	"\aexisted\x18\x02 \x01(\bR\aexisted\"\xea\x01\n" +
+	"\aexisted\x18\x02 \x01(\bR\aexisted\"\x91\x02\n" +
 	"\x10TrajectoryFilter\x12\x10\n" +
 	"\x03job\x18\x01 \x01(\tR\x03job\x12\x1c\n" +
 	"\tsandboxes\x18\x02 \x03(\tR\tsandboxes\x12=\n" +
 	"\x06labels\x18\x03 \x03(\v2%.dsec.v1.TrajectoryFilter.LabelsEntryR\x06labels\x12\x16\n" +
 	"\x06reward\x18\x04 \x01(\tR\x06reward\x12\x14\n" +
-	"\x05ended\x18\x05 \x01(\bR\x05ended\x1a9\n" +
+	"\x05ended\x18\x05 \x01(\bR\x05ended\x12%\n" +
+	"\x0ewithout_labels\x18\x06 \x03(\tR\rwithoutLabels\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x80\x01\n" +

@@ -344,6 +344,8 @@ type Sandbox struct {
 	Summary       *Summary               `protobuf:"bytes,27,opt,name=summary,proto3" json:"summary,omitempty"` // set once it has ended
 	Verdict       *Verdict               `protobuf:"bytes,28,opt,name=verdict,proto3" json:"verdict,omitempty"` // the latest that was attached
 	Volumes       []*Volume              `protobuf:"bytes,29,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Epoch         int64                  `protobuf:"varint,40,opt,name=epoch,proto3" json:"epoch,omitempty"` // of its trajectory: grows by one with each restore
+	Next          string                 `protobuf:"bytes,41,opt,name=next,proto3" json:"next,omitempty"`    // ID of the sandbox that went on in its trajectory, once one has
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -579,6 +581,20 @@ func (x *Sandbox) GetVolumes() []*Volume {
 		return x.Volumes
 	}
 	return nil
+}
+
+func (x *Sandbox) GetEpoch() int64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *Sandbox) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
 }
 
 // Volume is a layer that is mounted read-only at a path, as for data sets. Writes there fail; a snapshot does not hold it.
@@ -1309,7 +1325,7 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\x05Cause\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\tR\x05class\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x16\n" +
-	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xfc\b\n" +
+	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xa6\t\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
@@ -1344,7 +1360,9 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"noNewPrivs\x12*\n" +
 	"\asummary\x18\x1b \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
 	"\averdict\x18\x1c \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12)\n" +
-	"\avolumes\x18\x1d \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
+	"\avolumes\x18\x1d \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12\x14\n" +
+	"\x05epoch\x18( \x01(\x03R\x05epoch\x12\x12\n" +
+	"\x04next\x18) \x01(\tR\x04next\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a8\n" +
