@@ -68,6 +68,7 @@ var ranks = []struct {
 	{"internal/iam", 4},
 	{"internal/job", 3},
 	{"internal/rpc", 3},
+	{"internal/fncall", 4},
 	{"internal/keeper", 4},
 	{"internal/blob", 4},
 	{"internal/backend", 5},

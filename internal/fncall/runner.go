@@ -1,0 +1,68 @@
+package fncall
+
+import (
+	"context"
+	"os"
+)
+
+// Exec is one process tree to run.
+type Exec struct {
+	Layers []string // of its root, lowest first; mounted by the Runner
+	Argv   []string
+	Env    []string
+	Stdin  []byte   // nil: /dev/null
+	StdinF *os.File // instead of Stdin: read from its beginning
+	Pipe   *Pipe    // instead of both, and of a captured standard output
+	Files  []File   // laid into the work folder, which is the current one
+	Limits Limits
+	Copy   []Copy
+	Pooled bool
+}
+
+// Pipe joins two runs: the one writes what the other reads. The Runner closes none of its files.
+type Pipe struct{ In, Out *os.File }
+
+// File is a file of a work folder. Its path is relative and clean.
+type File struct {
+	Path string
+	Data []byte
+	From *os.File // instead of Data: its octets from its beginning
+	Exec bool
+}
+
+// Copy asks for a file after the run.
+type Copy struct {
+	Path string
+	Max  int64
+}
+
+// Copied answers a Copy.
+type Copied struct {
+	Path string
+	Data []byte
+	Exec bool
+	Err  string // why there is none, for people; "" when there is
+}
+
+// Event is a refused system call.
+type Event struct {
+	Call  string
+	Count int64
+	Fatal bool
+}
+
+// Exit is how an Exec ended.
+type Exit struct {
+	Facts
+	Stdout, Stderr       []byte
+	StdoutCut, StderrCut bool
+	Files                []Copied // as Exec.Copy
+	Events               []Event  // the first ones
+	EventsTotal          int64
+}
+
+// Runner runs process trees. An error is the platform's, and nothing of the call runs any more; ErrLost and ErrUnavailable may be tried
+// again. The end of ctx kills the tree, and Facts.Cancelled tells.
+type Runner interface {
+	Exec(ctx context.Context, e *Exec) (*Exit, error)
+}
