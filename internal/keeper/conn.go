@@ -53,6 +53,7 @@ const (
 	opDeadline
 	opStats
 	opShutdown
+	opCall
 )
 
 // Events.

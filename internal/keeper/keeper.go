@@ -43,6 +43,7 @@ type Keeper struct {
 	maskList      []string       // guarded by mu
 	events        map[string]int // memory files of filters for process 1, by content; guarded by mu
 	crew          *crew
+	calls         *calls
 	recent        *recent    // files of groups that are kept open
 	garbage       chan []int // descriptors whose closing waits for the kernel
 
@@ -149,14 +150,17 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	var wg sync.WaitGroup
-	wg.Add(3)
+	wg.Add(4)
 	go func() { defer wg.Done(); k.watcher.run(ctx) }()
 	go func() { defer wg.Done(); k.netns.run(ctx, k.log) }()
+	go func() { defer wg.Done(); k.calls.netns.run(ctx, k.log) }()
 	go func() { defer wg.Done(); k.collect(ctx) }()
 	go func() { <-ctx.Done(); l.Close() }()
 	k.log.Info("keeper serves", "dir", k.cfg.Dir, "instance", k.cfg.Instance, "pid", os.Getpid())
 	k.serve(ctx, l)
 	err = k.destroyAll()
+	k.calls.roots.close()
+	k.calls.pool.close()
 	wg.Wait()
 	k.slots.close()
 	k.spawner.close()
@@ -213,6 +217,7 @@ func (k *Keeper) prepare() error {
 		return err
 	}
 	k.lowers, k.images = newLowers(k.layers), newImages()
+	k.calls = newCalls(k)
 	if k.tmpl, err = makeTemplates(".", k.cg); err != nil {
 		return err
 	}

@@ -231,6 +231,16 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 		return born, nil, err
 	case opList:
 		return k.list(), nil, nil
+	case opCall:
+		var r Call
+		if err := decodeValue(f.body, &r); err != nil {
+			return nil, nil, err
+		}
+		end, fds, err := k.calls.run(ctx, &r, f.fds)
+		if err != nil {
+			return nil, nil, err
+		}
+		return end, fds, nil
 	case opShutdown:
 		k.stop()
 		return nil, nil, nil

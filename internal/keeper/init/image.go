@@ -19,22 +19,26 @@ func Open() (*os.File, error) {
 	if len(image) == 0 {
 		return nil, fmt.Errorf("process 1's program for %s: %w", runtime.GOARCH, errors.ErrUnsupported)
 	}
+	return sealed("dsec-init", image)
+}
+
+func sealed(name string, program []byte) (*os.File, error) {
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
-	fd, err := unix.MemfdCreate("dsec-init", flags|unix.MFD_EXEC)
+	fd, err := unix.MemfdCreate(name, flags|unix.MFD_EXEC)
 	if err == unix.EINVAL { // before 6.3
-		fd, err = unix.MemfdCreate("dsec-init", flags)
+		fd, err = unix.MemfdCreate(name, flags)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("process 1's program: memfd: %w", err)
+		return nil, fmt.Errorf("program %s: memfd: %w", name, err)
 	}
-	f := os.NewFile(uintptr(fd), "dsec-init")
-	if _, err := f.Write(image); err != nil {
+	f := os.NewFile(uintptr(fd), name)
+	if _, err := f.Write(program); err != nil {
 		f.Close()
-		return nil, fmt.Errorf("process 1's program: %w", err)
+		return nil, fmt.Errorf("program %s: %w", name, err)
 	}
 	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL); err != nil {
 		f.Close()
-		return nil, fmt.Errorf("process 1's program: seal: %w", err)
+		return nil, fmt.Errorf("program %s: seal: %w", name, err)
 	}
 	return f, nil
 }

@@ -1,0 +1,533 @@
+package keeper
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// Call is a request for a function call: one process tree, run to its end in namespaces of its own.
+type Call struct {
+	Layers []string // mounted layer IDs of its read-only root, lowest first
+	// UIDBase is the first of CallUIDs host ids, which belong to calls alone; each call that runs has one of them.
+	UIDBase uint32
+	Argv    []string
+	Env     []string
+	Stdin   []byte // none: /dev/null
+	// StdinFD is a descriptor that comes with the request and is read from its beginning; Pipe two that are standard input and output.
+	StdinFD bool
+	Pipe    bool
+	Files   []CallFile
+	CPU     time.Duration // of all processes
+	Wall    time.Duration // from the exec
+	Memory  int64
+	Pids    int64
+	Output  int64 // of standard output and error, each; at most MaxCallOutput
+	FSize   int64
+	Disk    int64
+	Inodes  int64
+	Stack   int64
+	NoFile  int64
+	Copy    []CallCopy
+	Pooled  bool   // use the user namespace of an earlier call of the same uid
+	Filter  []byte // sock_filter[] with a listener's actions
+}
+
+// CallFile is a file of the work folder.
+type CallFile struct {
+	Path string // clean, relative
+	Data []byte
+	FD   bool // a descriptor, in the order of the files, has its octets instead
+	Exec bool
+}
+
+// CallCopy asks for a file after the call.
+type CallCopy struct {
+	Path string
+	Max  int64
+}
+
+// CallCopied is the answer to it. What is longer than a few KiB comes as a descriptor.
+type CallCopied struct {
+	Data []byte
+	Size int64
+	Exec bool
+	FD   bool
+	Err  string
+}
+
+// CallEvent is a refused system call.
+type CallEvent struct {
+	Arch, Call uint32
+	Arg0, Arg1 uint64
+	Count      int64
+}
+
+// CallEnd tells how a call ended.
+type CallEnd struct {
+	NotBegun             string // why the program could not be executed; Code is 127 or 126
+	Code, Signal         int
+	Filter               bool // killed for a call that the filter does not let go on
+	WallOver, CPUOver    bool
+	OutputOver           bool
+	OOM, PidsHit         bool
+	CPU, Wall            time.Duration
+	Memory               int64 // -1: not known
+	Leftover             int
+	Stdout, Stderr       []byte
+	StdoutCut, StderrCut bool
+	Files                []CallCopied
+	Events               []CallEvent
+	EventsTotal          int64
+}
+
+const (
+	// CallUIDs is how many host ids calls have, and so how many may run at once.
+	CallUIDs = 4096
+	// MaxCallOutput is the most that is kept of one stream.
+	MaxCallOutput = 4 << 20
+	maxCallText   = 128 << 10 // argv and env, with the head of the message
+	callInline    = 64 << 10  // longer files come as descriptors
+	callSlack     = 20 * time.Second
+	inside        = 1000 // uid of a program, as it sees itself
+)
+
+// Client side.
+
+// Call runs a function call to its end. files are the descriptors that the request announces: standard input or the pipe's two, then those
+// of its files; they stay the caller's. The answered ones are the caller's: those of CallEnd.Files, in order. When ctx ends, the call is
+// killed.
+func (c *Client) Call(ctx context.Context, r *Call, files ...*os.File) (*CallEnd, []*os.File, error) {
+	if len(files) > maxFDs {
+		return nil, nil, fmt.Errorf("keeper: call with %d descriptors, at most %d: %w", len(files), maxFDs, sandbox.ErrInvalid)
+	}
+	fds := make([]int, len(files))
+	for i, f := range files {
+		fds[i] = int(f.Fd())
+	}
+	bound, cancel := context.WithTimeout(ctx, min(r.Wall+callBound, 9*time.Minute))
+	defer cancel()
+	e := &CallEnd{}
+	got, err := c.call(bound, opCall, r, e, fds...)
+	if err != nil {
+		closeAll(got)
+		return nil, nil, err
+	}
+	var out []*os.File
+	for _, fd := range got {
+		out = append(out, os.NewFile(uintptr(fd), "file of a call"))
+	}
+	return e, out, nil
+}
+
+// calls is what function calls share in the keeper.
+type calls struct {
+	k     *Keeper
+	netns *netnsPool
+	roots *callRoots
+	pool  *callGroups
+}
+
+func newCalls(k *Keeper) *calls {
+	return &calls{k: k, netns: newNetnsPool(8), roots: newCallRoots(k), pool: newCallGroups(k)}
+}
+
+func (r *Call) check() error {
+	text := 0
+	for _, s := range append(append([]string(nil), r.Argv...), r.Env...) {
+		text += len(s) + 1
+		if strings.ContainsRune(s, 0) {
+			return fmt.Errorf("call: argument or variable with a NUL: %w", sandbox.ErrInvalid)
+		}
+	}
+	switch {
+	case len(r.Argv) == 0:
+		return fmt.Errorf("call: no program: %w", sandbox.ErrInvalid)
+	case text > maxCallText:
+		return fmt.Errorf("call: arguments and environment have %d octets, at most %d: %w", text, maxCallText, sandbox.ErrInvalid)
+	case len(r.Layers) == 0 || len(r.Layers) > 400:
+		return fmt.Errorf("call: %d layers, want 1 to 400: %w", len(r.Layers), sandbox.ErrInvalid)
+	case r.UIDBase == 0 || r.UIDBase > 1<<31-2*CallUIDs:
+		return fmt.Errorf("call: uid base %d: %w", r.UIDBase, sandbox.ErrInvalid)
+	case r.CPU <= 0 || r.Wall <= 0 || r.Memory <= 0 || r.Pids <= 0 || r.Output <= 0 || r.Output > MaxCallOutput || r.FSize <= 0 ||
+		r.Disk <= 0 || r.Inodes <= 0 || r.Stack <= 0 || r.NoFile <= 0:
+		return fmt.Errorf("call: limits: a field is missing or out of range: %w", sandbox.ErrInvalid)
+	case r.Pipe && r.StdinFD || (r.Pipe || r.StdinFD) && len(r.Stdin) > 0:
+		return fmt.Errorf("call: more than one standard input: %w", sandbox.ErrInvalid)
+	case len(r.Filter)%8 != 0 || len(r.Filter) > 4096*8:
+		return fmt.Errorf("call: filter of %d octets: %w", len(r.Filter), sandbox.ErrInvalid)
+	}
+	for _, f := range r.Files {
+		if !cleanPath(f.Path) {
+			return fmt.Errorf("call: file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
+		}
+	}
+	for _, f := range r.Copy {
+		if !cleanPath(f.Path) {
+			return fmt.Errorf("call: file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
+		}
+	}
+	return nil
+}
+
+func cleanPath(p string) bool {
+	return p != "" && len(p) <= 4000 && !strings.ContainsRune(p, 0) && path.Clean(p) == p && p != "." && p != ".." && !strings.HasPrefix(p, "/") && !strings.HasPrefix(p, "../")
+}
+
+// run does a call. fds stay the caller's.
+func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out []int, err error) {
+	if err := r.check(); err != nil {
+		return nil, nil, err
+	}
+	want := 0
+	if r.StdinFD {
+		want++
+	}
+	if r.Pipe {
+		want += 2
+	}
+	for _, f := range r.Files {
+		if f.FD {
+			want++
+		}
+	}
+	if want != len(fds) {
+		return nil, nil, fmt.Errorf("call: %d descriptors came, %d are announced: %w", len(fds), want, sandbox.ErrInvalid)
+	}
+	g, err := c.pool.take(r)
+	if err != nil {
+		return nil, nil, err
+	}
+	x := &running{c: c, r: r, g: g, disk: -1, in: -1, stdout: -1, stderr: -1}
+	clean := false
+	defer func() { c.pool.give(g, clean) }()
+	defer x.close()
+	if err := x.prepare(fds); err != nil {
+		return nil, nil, err
+	}
+	ns, err := c.netns.take(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := x.start(ctx, ns); err != nil {
+		c.k.discard(append(ns.files, ns.fd))
+		return nil, nil, err
+	}
+	end, clean, err = x.wait(ctx)
+	if !clean || !c.netns.give(ns) { // of one that hangs, something may live on
+		c.k.discard(append(ns.files, ns.fd))
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	out = x.copyOut(end)
+	return end, out, nil
+}
+
+// running is a call under way.
+type running struct {
+	c    *calls
+	r    *Call
+	g    *callGroup
+	disk int // mount of its disk: folders work, tmp and shm
+	in   int // standard input; -1: /dev/null
+	ctl  *os.File
+	far  int
+
+	stdout, stderr int // what the program writes to
+	out, err       *os.File
+	mine           []int
+}
+
+func (x *running) close() {
+	closeAll(x.mine)
+	for _, f := range []*os.File{x.ctl, x.out, x.err} {
+		if f != nil {
+			f.Close()
+		}
+	}
+	if x.disk >= 0 {
+		x.c.k.discard([]int{x.disk})
+	}
+}
+
+// prepare makes the disk with the files, and the streams.
+func (x *running) prepare(fds []int) error {
+	r := x.r
+	var err error
+	if x.disk, err = makeDisk(r.Disk, r.Inodes, int(x.g.uid)); err != nil {
+		return fmt.Errorf("call: make its disk: %w", err)
+	}
+	rest := fds
+	switch {
+	case r.Pipe:
+		x.in, x.stdout, rest = fds[0], fds[1], fds[2:]
+	case r.StdinFD:
+		// Its own offset, and no way to write to what it names.
+		if x.in, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fds[0]), unix.O_RDONLY|unix.O_CLOEXEC, 0); err != nil {
+			return fmt.Errorf("call: open standard input: %w", err)
+		}
+		x.mine, rest = append(x.mine, x.in), fds[1:]
+	case len(r.Stdin) > 0:
+		if x.in, err = memory(r.Stdin); err != nil {
+			return fmt.Errorf("call: standard input: %w", err)
+		}
+		x.mine = append(x.mine, x.in)
+	default:
+		x.in = x.c.k.tmpl.null
+	}
+	if err := x.lay(rest); err != nil {
+		return err
+	}
+	if x.stdout < 0 {
+		if x.out, x.stdout, err = x.pipe(); err != nil {
+			return err
+		}
+	}
+	if x.err, x.stderr, err = x.pipe(); err != nil {
+		return err
+	}
+	p, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return fmt.Errorf("call: %w", err)
+	}
+	x.ctl, x.far = os.NewFile(uintptr(p[0]), "call"), p[1]
+	x.mine = append(x.mine, p[1])
+	// Process 1 asks with poll before it reads, and its report fits.
+	return nil
+}
+
+// pipe is a stream of the program, which owns it: so it can open /dev/stdout.
+func (x *running) pipe() (*os.File, int, error) {
+	var p [2]int
+	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
+		return nil, -1, fmt.Errorf("call: pipe: %w", err)
+	}
+	x.mine = append(x.mine, p[1])
+	err := unix.Fchown(p[1], int(x.g.uid), int(x.g.uid))
+	if err == nil {
+		err = unix.SetNonblock(p[0], true)
+	}
+	if err != nil {
+		unix.Close(p[0])
+		return nil, -1, fmt.Errorf("call: pipe: %w", err)
+	}
+	return os.NewFile(uintptr(p[0]), "output"), p[1], nil
+}
+
+// memory is a sealed memory file with the octets, to be read from its beginning.
+func memory(data []byte) (int, error) {
+	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
+	fd, err := unix.MemfdCreate("stdin", flags|unix.MFD_NOEXEC_SEAL)
+	if err == unix.EINVAL { // before 6.3
+		fd, err = unix.MemfdCreate("stdin", flags)
+	}
+	if err != nil {
+		return -1, err
+	}
+	for at := 0; at < len(data) && err == nil; {
+		var n int
+		if n, err = unix.Pwrite(fd, data[at:], int64(at)); err == unix.EINTR {
+			err = nil
+		}
+		at += max(n, 0)
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// callHead is the head of the message to the calls' parent (init/src/call.c).
+func (x *running) message() []byte {
+	r := x.r
+	b := make([]byte, 0, 4096)
+	flags := uint32(0)
+	if r.Pooled {
+		flags = 1
+	}
+	for _, v := range []uint32{flags, x.g.uid, uint32(len(r.Argv)), uint32(len(r.Env)), uint32(len(x.g.tasks)), uint32(r.NoFile)} {
+		b = binary.LittleEndian.AppendUint32(b, v)
+	}
+	for _, v := range []uint64{uint64(r.CPU), uint64(r.Wall), uint64(r.FSize), uint64(r.Stack), 64 << 10} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	for _, s := range r.Argv {
+		b = append(append(b, s...), 0)
+	}
+	for _, s := range r.Env {
+		b = append(append(b, s...), 0)
+	}
+	return b
+}
+
+// start sends the call to the parent of its environment.
+func (x *running) start(ctx context.Context, ns *netns) error {
+	fds := append([]int{x.far, x.disk, ns.fd, x.in, x.stdout, x.stderr, x.g.group, x.g.stat}, x.g.tasks...)
+	if x.r.Pooled {
+		user, err := x.g.userns()
+		if err != nil {
+			return err
+		}
+		fds = append(fds, user)
+	}
+	if err := x.c.roots.send(ctx, x.r, x.message(), fds); err != nil {
+		return err
+	}
+	closeAll(x.mine) // process 1 has them
+	x.mine = nil
+	return nil
+}
+
+// report is process 1's (init/src/call.c).
+const (
+	reportEvents = 8
+	reportSize   = 4*4 + 2*8 + 2*4 + reportEvents*32
+
+	reportWall   = 1
+	reportCPU    = 2
+	reportFilter = 4
+)
+
+var callStages = [...]string{"", "make its processes", "enter its network", "make its mounts", "take its user", "enter its groups", "confine it", "execute"}
+
+// wait waits for the end. clean: nothing of the call runs any more.
+func (x *running) wait(ctx context.Context) (end *CallEnd, clean bool, err error) {
+	var told sync.Once
+	kill := func() { told.Do(func() { x.ctl.Write([]byte{1}) }) }
+	stop := context.AfterFunc(ctx, kill)
+	defer stop()
+	end = &CallEnd{}
+	var readers sync.WaitGroup
+	var over [2]bool
+	if x.out != nil {
+		readers.Go(func() { end.Stdout, over[0] = drain(x.out, x.r.Output, kill) })
+	}
+	readers.Go(func() { end.Stderr, over[1] = drain(x.err, x.r.Output, kill) })
+	x.ctl.SetReadDeadline(time.Now().Add(x.r.Wall + callSlack))
+	var buf [reportSize + 1]byte
+	n, err := x.ctl.Read(buf[:])
+	if err != nil || n != reportSize {
+		// Process 1 is gone, or something does not die (a read from a store may be under way). The group is never used again.
+		x.c.k.log.Warn("call without a report", "group", x.g.name, "octets", n, "err", err)
+		x.g.kill()
+		x.closeStreams()
+		readers.Wait()
+		return nil, false, fmt.Errorf("call: its process 1 tells nothing (%v): %w", err, sandbox.ErrLost)
+	}
+	at := time.Now().Add(callSlack)
+	for _, f := range []*os.File{x.out, x.err} {
+		if f != nil {
+			f.SetReadDeadline(at) // its writers are gone
+		}
+	}
+	readers.Wait()
+	if err := ctx.Err(); err != nil {
+		return nil, true, fmt.Errorf("call: %w", err)
+	}
+	if err := end.decode(buf[:n]); err != nil {
+		return nil, true, err
+	}
+	end.StdoutCut, end.StderrCut = over[0], over[1]
+	end.OutputOver = over[0] || over[1]
+	x.g.figures(end)
+	return end, true, nil
+}
+
+func (x *running) closeStreams() {
+	if x.out != nil {
+		x.out.SetReadDeadline(time.Unix(1, 0))
+	}
+	x.err.SetReadDeadline(time.Unix(1, 0))
+}
+
+// drain reads a stream to its end, or kills when it is longer than it may be.
+func drain(f *os.File, most int64, kill func()) (data []byte, over bool) {
+	var first [4096]byte
+	for {
+		n, err := f.Read(first[:])
+		data = append(data, first[:n]...)
+		if int64(len(data)) > most {
+			kill()
+			return data[:most], true
+		}
+		if err != nil {
+			return data, false
+		}
+		if n == len(first) {
+			return drainLong(f, data, most, kill)
+		}
+	}
+}
+
+func drainLong(f *os.File, data []byte, most int64, kill func()) ([]byte, bool) {
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := f.Read(buf)
+		data = append(data, buf[:n]...)
+		if int64(len(data)) > most {
+			kill()
+			return data[:most], true
+		}
+		if err != nil {
+			return data, false
+		}
+	}
+}
+
+func (e *CallEnd) decode(b []byte) error {
+	u32 := func() uint32 { v := binary.LittleEndian.Uint32(b); b = b[4:]; return v }
+	u64 := func() uint64 { v := binary.LittleEndian.Uint64(b); b = b[8:]; return v }
+	stage, errno := u32(), unix.Errno(u32())
+	status := unix.WaitStatus(u32())
+	flags := u32()
+	e.CPU, e.Wall = time.Duration(u64()), time.Duration(u64())
+	e.Leftover, e.EventsTotal = int(u32()), int64(u32())
+	for range reportEvents {
+		ev := CallEvent{Call: u32(), Arch: u32(), Arg0: u64(), Arg1: u64(), Count: int64(u64())}
+		if ev.Count > 0 {
+			e.Events = append(e.Events, ev)
+		}
+	}
+	if int(stage) == len(callStages)-1 {
+		e.Code = 126
+		if errno == unix.ENOENT || errno == unix.ENOTDIR {
+			e.Code = 127
+		}
+		e.NotBegun = errno.Error()
+		if errno == unix.ENOMEM || errno == unix.EAGAIN {
+			return fmt.Errorf("call: execute: %w: %w", errno, sandbox.ErrLost)
+		}
+		return nil
+	}
+	if stage != 0 {
+		what := "begin"
+		if int(stage) < len(callStages) {
+			what = callStages[stage]
+		}
+		return fmt.Errorf("call: %s: %w: %w", what, errno, sandbox.ErrLost)
+	}
+	if status.Signaled() {
+		e.Signal = int(status.Signal())
+	} else {
+		e.Code = status.ExitStatus()
+	}
+	e.WallOver, e.CPUOver, e.Filter = flags&reportWall != 0, flags&reportCPU != 0, flags&reportFilter != 0
+	return nil
+}
+
+var errEscapes = errors.New("leads out of the work folder, or through a link")
