@@ -61,6 +61,7 @@ var ranks = []struct {
 	{"internal/placement", 2},
 	{"internal/replay", 2},
 	{"internal/density", 2},
+	{"internal/compat", 1},
 	{"internal/layer", 3},
 	{"internal/trajectory", 3},
 	{"internal/oci", 4},
