@@ -11,10 +11,10 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-// Incomplete is the error of a write, append or upload that changed something and did not end. It wraps the reason.
+// Incomplete is the error of a write, append or upload that was begun, or was about to be, and did not end. It wraps the reason.
 type Incomplete struct {
 	Applied     int64 // octets of the body applied; -1 where the server could not say
-	Start       int64 // write: the size before, where known
+	Start       int64 // write: the size before; -1 where nothing was begun
 	Interrupted bool  // the body broke off, or its client went away; else the sandbox refused to go on
 	Err         error
 }

@@ -223,8 +223,8 @@ var bodies = sync.Pool{New: func() any { b := make([]byte, filewire.HeaderSize+f
 // upload runs a call with a body. Its result is nil only when none came.
 func (f *Files) upload(ctx context.Context, act string, req *filewire.Request, body io.Reader) (*filewire.Result, error) {
 	c, err := f.start(ctx, act, req)
-	if err != nil {
-		return nil, err
+	if err != nil { // the guest never heard of it
+		return nil, &Incomplete{Start: -1, Interrupted: true, Err: err}
 	}
 	broken := c.sendBody(body)
 	if broken == nil {

@@ -35,6 +35,9 @@ func (b *box) head(ctx context.Context, s *step, limit int64) (stdout, stderr []
 	limit = min(limit, maxOutput)
 	b.mu.Lock()
 	next := s.next
+	if s.ended() { // what came late is not part of the result
+		next = s.endsAt
+	}
 	b.mu.Unlock()
 	read := func(stream sandbox.StreamName) []byte {
 		n := min(limit, next[stream])

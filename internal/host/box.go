@@ -63,6 +63,8 @@ type box struct {
 	last   time.Time // last activity
 	active int       // commands that run, requests and connections under way
 	acts   int       // acts of the host under way: an end waits for them
+	taking int       // events under way into the log: an end waits for them too
+	shut   bool      // its last records are being written: no event comes after them
 	timer  *time.Timer
 	wakeAt time.Time // when timer fires
 

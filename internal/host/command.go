@@ -38,7 +38,9 @@ type step struct {
 	stdinEOF bool
 	taken    int64 // octets that the backend took
 	doubt    bool  // the backend could not say whether it runs
-	endNoted bool  // its end is in the log, and not yet in the store
+	ending   bool  // its end, told, is being recorded
+	told     sandbox.Outcome
+	endNoted bool // its end is in the log, and not yet in the store
 }
 
 // maxSteps bounds what one sandbox can make the host remember: 100 MiB or so.

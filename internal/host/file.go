@@ -334,7 +334,7 @@ func (b *box) claimBody(ctx context.Context, u upload, payload []byte) (s *step,
 	if s.err != nil {
 		return nil, nil, false, s.err
 	}
-	if s.outcome.Kind != sandbox.Interrupted && s.outcome.Kind != sandbox.Unknown {
+	if s.outcome.Kind != sandbox.Interrupted && (s.outcome.Kind != sandbox.Unknown || placeless(u.req)) {
 		return s, nil, false, nil
 	}
 	if b.ending || b.state.Ended() {
@@ -347,6 +347,13 @@ func (b *box) claimBody(ctx context.Context, u upload, payload []byte) (s *step,
 	s.state = beginning
 	b.retries++
 	return s, before, true, nil
+}
+
+// placeless says of an append that it goes wherever the file ends. When nobody saw how the first attempt ended, nobody knows where it
+// began, and doing it again could double what it wrote.
+func placeless(req proto.Message) bool {
+	w, ok := req.(*dsecv1.WriteRequest)
+	return ok && w.GetAppend() && w.GetStartOffset() < 0
 }
 
 // giveBack undoes a claim: a step that had ended before has ended as before.

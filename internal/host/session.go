@@ -19,6 +19,7 @@ type session struct {
 	name, shell, user string
 	open              bool
 	opening           bool // not answered by the backend yet
+	closing           bool // its end is being recorded
 	opened            time.Time
 	end               sandbox.Outcome
 }

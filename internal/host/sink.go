@@ -20,6 +20,27 @@ var _ sandbox.Sink = (*sink)(nil)
 
 func (k *sink) box() *box { return (*box)(k) }
 
+// take counts an event on its way into the log, until taken. It is false when the sandbox's last records are being written or are there:
+// the event is dropped.
+func (b *box) take() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.shut || b.state.Ended() {
+		return false
+	}
+	b.taking++
+	return true
+}
+
+func (b *box) taken() {
+	b.mu.Lock()
+	b.taking--
+	if b.taking == 0 {
+		b.changed.ring()
+	}
+	b.mu.Unlock()
+}
+
 // commandStep finds a command that an event is about. An unknown one was void, or is of a sandbox that has ended: the event is
 // dropped, since nobody can ask for it.
 func (k *sink) commandStep(cmd, what string) *step {
@@ -41,11 +62,11 @@ func (k *sink) Output(_ context.Context, cmd string, stream sandbox.StreamName, 
 	if stream != sandbox.Stdout && stream != sandbox.Stderr || offset < 0 {
 		return fmt.Errorf("output of %s: stream %d at %d: %w", cmd, stream, offset, sandbox.ErrInvalid)
 	}
-	s := k.commandStep(cmd, "output")
-	if s == nil {
+	s, b := k.commandStep(cmd, "output"), k.box()
+	if s == nil || !b.take() {
 		return nil
 	}
-	b := k.box()
+	defer b.taken()
 	b.mu.Lock()
 	next := s.next[stream]
 	b.mu.Unlock()
@@ -82,22 +103,25 @@ func (k *sink) Output(_ context.Context, cmd string, stream sandbox.StreamName, 
 
 // CommandEnded implements [sandbox.Sink].
 func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) error {
-	s := k.commandStep(cmd, "end")
-	if s == nil {
+	s, b := k.commandStep(cmd, "end"), k.box()
+	if s == nil || !b.take() {
 		return nil
 	}
-	b := k.box()
+	defer b.taken()
 	b.mu.Lock()
 	ended, noted := s.ended(), s.endNoted
 	if o.Started.IsZero() {
 		o.Started = s.started
 	}
+	if o.Ended.IsZero() {
+		o.Ended = time.Now()
+	}
+	if !ended {
+		s.ending, s.told = true, o
+	}
 	b.mu.Unlock()
 	if ended {
 		return nil
-	}
-	if o.Ended.IsZero() {
-		o.Ended = time.Now()
 	}
 	var err error
 	if noted { // it was told before; the backend tells it again until it is acknowledged
@@ -108,6 +132,7 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 	if err != nil {
 		b.mu.Lock()
 		s.endNoted = s.endNoted || errors.Is(err, errUnshipped)
+		s.ending = s.endNoted
 		b.mu.Unlock()
 		return fmt.Errorf("record end of %s: %w", cmd, err)
 	}
@@ -141,12 +166,26 @@ func describe(o sandbox.Outcome) string {
 	return string(o.Kind)
 }
 
-// SessionEnded implements [sandbox.Sink].
+// SessionEnded implements [sandbox.Sink]. An end that the backend tells and one that the host concludes may meet; one is recorded.
 func (k *sink) SessionEnded(_ context.Context, name string, o sandbox.Outcome) error {
 	b := k.box()
+	if !b.take() {
+		return nil
+	}
+	defer b.taken()
 	b.mu.Lock()
 	s := b.sessions[name]
+	for s != nil && s.open && s.closing {
+		if err := b.waitChange(b.h.life); err != nil {
+			return fmt.Errorf("record end of session %s: %w", name, err)
+		}
+		b.mu.Lock()
+		s = b.sessions[name]
+	}
 	open := s != nil && s.open
+	if open {
+		s.closing = true
+	}
 	b.mu.Unlock()
 	if !open {
 		return nil
@@ -154,13 +193,17 @@ func (k *sink) SessionEnded(_ context.Context, name string, o sandbox.Outcome) e
 	if o.Ended.IsZero() {
 		o.Ended = time.Now()
 	}
-	if _, err := b.append(trajectory.Record{Kind: trajectory.KindSessionClose, Step: name, Payload: encode(tagOutcome, rpc.OutcomeProto(o))}); err != nil {
-		return fmt.Errorf("record end of session %s: %w", name, err)
-	}
+	_, err := b.append(trajectory.Record{Kind: trajectory.KindSessionClose, Step: name, Payload: encode(tagOutcome, rpc.OutcomeProto(o))})
 	b.mu.Lock()
-	s.open, s.end = false, o
+	s.closing = false
+	if err == nil {
+		s.open, s.end = false, o
+	}
 	b.changed.ring()
 	b.mu.Unlock()
+	if err != nil {
+		return fmt.Errorf("record end of session %s: %w", name, err)
+	}
 	return nil
 }
 
@@ -196,12 +239,12 @@ func (k *sink) Denied(_ context.Context, cmd, call, detail string) {
 	b := k.box()
 	b.mu.Lock()
 	held, ok := b.denied.allow(time.Now())
-	over := b.state.Ended()
 	b.mu.Unlock()
 	b.h.m.denied.Inc()
-	if !ok || over {
+	if !ok || !b.take() {
 		return
 	}
+	defer b.taken()
 	m := &dsecv1.LogRecord{Kind: "denied", Step: text(cmd), RequestJson: jsonText(text(call), text(detail), held)}
 	if _, err := b.append(trajectory.Record{Kind: trajectory.KindEvent, Step: cmd, Payload: encode(tagEvent, m)}); err != nil {
 		b.h.log.Warn("record a denied call", "sandbox", b.id, "call", call, "err", err)

@@ -102,12 +102,13 @@ func (h *Host) destroy(b *box, inst sandbox.Instance) bool {
 	}
 }
 
-// quiet waits, bounded, until the acts under way in the sandbox have come back and recorded their ends.
+// quiet waits, bounded, until the acts under way in the sandbox have come back and recorded their ends, and the events under way are in
+// the log.
 func (b *box) quiet() {
 	ctx, cancel := b.h.bounded(settleWait)
 	defer cancel()
 	b.mu.Lock()
-	for b.acts > 0 {
+	for b.acts > 0 || b.taking > 0 {
 		if b.waitChange(ctx) != nil {
 			b.h.log.Warn("acts under way in an ended sandbox", "sandbox", b.id)
 			return
@@ -122,6 +123,7 @@ func (b *box) endings(told map[string]sandbox.Outcome) (sandbox.State, sandbox.C
 	now := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.shut = true
 	cause := b.cause
 	kind := sandbox.Killed
 	if cause.Class == sandbox.ClassPlatform {
@@ -152,12 +154,16 @@ func (b *box) endings(told map[string]sandbox.Outcome) (sandbox.State, sandbox.C
 		if o.Kind == sandbox.Unknown {
 			unknown++
 		}
+		if s.ending { // the backend's word for it is on its way into the log, or there and not in the store
+			s.finish(s.told)
+			continue
+		}
 		s.finish(o)
 		b.h.m.commands.WithLabelValues(string(o.Kind)).Inc()
 		recs = append(recs, endRecord(s.id, o))
 	}
 	for _, s := range b.sessions {
-		if s.open {
+		if s.open && !s.closing {
 			s.open, s.end = false, sandbox.Outcome{Kind: kind, Ended: now}
 			recs = append(recs, trajectory.Record{Kind: trajectory.KindSessionClose, Step: s.name, Payload: encode(tagOutcome, rpc.OutcomeProto(s.end))})
 		}

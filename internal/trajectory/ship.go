@@ -40,6 +40,7 @@ type tenure struct {
 	epochMu semaphore     // one at a time takes the place
 	epoch   epoch
 	owned   bool
+	mine    []epoch // those before that this log wrote, or meant to
 	oldest  uint32 // segments before this one are of processes before
 	tails   []tail // objects of the tail, the oldest first
 	shipNum uint64 // number of the last object
@@ -116,7 +117,10 @@ func writeEpoch(ctx context.Context, st store.Store, host string, e epoch) error
 
 var errFenced = fmt.Errorf("the log's place in the store was taken over: %w", sandbox.ErrState)
 
-const epochFile = "EPOCH"
+const (
+	epochFile = "EPOCH"
+	epochsOf  = 16 // the latest that the file names
+)
 
 // claim reads what the log knew of its place, and refuses a log whose place was taken. A store that does not answer is asked later.
 func (l *Log) claim() error {
@@ -133,8 +137,9 @@ func (l *Log) claim() error {
 	return err
 }
 
-// own takes the place in the store, once. The file EPOCH names what the store may say without another having been there: the epoch
-// before and the one to be written, so that a crash between the two writes does not lock the log out.
+// own takes the place in the store, once. The file EPOCH names what the store may say without another having been there: the epoch that
+// is to be written and those before, so that neither a crash between the two writes locks the log out, nor a write of a process that was
+// killed and whose request the store carries out later, when the next process has written its own.
 func (l *Log) own(ctx context.Context) error {
 	if err := l.epochMu.lock(ctx); err != nil {
 		return err
@@ -155,21 +160,44 @@ func (l *Log) own(ctx context.Context) error {
 		return fmt.Errorf("epoch %d of host %s in the store is not this log's; begin a new host with an empty state folder, or remove %s from the store to give up what it guards: %w",
 			now.N, l.cfg.Host, epochKey(l.cfg.Host), errFenced)
 	}
-	e := next(now)
-	if err := l.writeEpochs(now, e); err != nil {
+	last := now
+	for _, k := range known {
+		if k.N > last.N {
+			last = k
+		}
+	}
+	e := next(last)
+	known = append(known, e)
+	known = known[max(0, len(known)-epochsOf):]
+	if err := l.writeEpochs(known...); err != nil {
 		return err
 	}
 	if err := writeEpoch(ctx, l.cfg.Store, l.cfg.Host, e); err != nil {
 		return err
 	}
-	if now, err = readEpoch(ctx, l.cfg.Store, l.cfg.Host); err != nil {
+	l.epoch, l.mine = e, known[:len(known)-1]
+	if err := l.stillMine(ctx); err != nil {
 		return err
 	}
-	if now != e {
-		return errFenced
-	}
-	l.epoch, l.owned = e, true
+	l.owned = true
 	return nil
+}
+
+// stillMine reads whose the place is. A late write of a process before is written over.
+func (l *Log) stillMine(ctx context.Context) error {
+	for {
+		now, err := readEpoch(ctx, l.cfg.Store, l.cfg.Host)
+		if err != nil || now == l.epoch {
+			return err
+		}
+		if !slices.Contains(l.mine, now) {
+			return fmt.Errorf("epoch %d of host %s: %w", now.N, l.cfg.Host, errFenced)
+		}
+		l.log.Warn("trajectory log: an epoch of a process before reached the store late; it is written over", "host", l.cfg.Host, "epoch", now.N)
+		if err := writeEpoch(ctx, l.cfg.Store, l.cfg.Host, l.epoch); err != nil {
+			return err
+		}
+	}
 }
 
 func (l *Log) knownEpochs() ([]epoch, error) {
@@ -226,13 +254,13 @@ func (l *Log) writeEpochs(all ...epoch) error {
 
 // check fails the log when its place was taken.
 func (l *Log) checkEpoch(ctx context.Context) error {
-	now, err := readEpoch(ctx, l.cfg.Store, l.cfg.Host)
-	if err != nil || now == l.epoch {
+	err := l.stillMine(ctx)
+	if !errors.Is(err, errFenced) {
 		return err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.fail(fmt.Sprintf("epoch %d of host %s", now.N, l.cfg.Host), errFenced)
+	return l.fail("ship", err)
 }
 
 // ship returns when the batches up to lsn are on the disk and in the store: one caller ships for all that wait. A store that does not

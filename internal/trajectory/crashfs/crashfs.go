@@ -37,6 +37,7 @@ type FS struct {
 	dead    bool
 	size    int64 // of the disk; 0 unbounded
 	fail    func(op, name string) error
+	crashed func()
 }
 
 type dirOp struct {
@@ -90,6 +91,14 @@ func (f *FS) SetFail(fail func(op, name string) error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.fail = fail
+}
+
+// OnCrash calls f in the call that crashes, before anybody hears of it: what else dies with the process dies there. f must not use the
+// file system.
+func (f *FS) OnCrash(crashed func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.crashed = crashed
 }
 
 // Kill ends the process: the file system as the next one finds it. Files opened before are dead.
@@ -203,6 +212,9 @@ func (f *FS) change(op, name string) (crash bool, err error) {
 	f.ops++
 	if f.crashAt > 0 && f.ops >= f.crashAt {
 		f.dead = true
+		if f.crashed != nil {
+			f.crashed()
+		}
 		return true, ErrCrashed
 	}
 	if f.fail != nil {
