@@ -153,6 +153,7 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 		Project: project, Job: q.GetJob(), Key: q.GetKey(), Name: q.GetName(), Labels: q.GetLabels(), Backend: q.GetBackend(),
 		User: q.GetUser(), Cwd: cwd, Hostname: q.GetHostname(), Entry: q.GetEntrypoint(), Resources: res, Lifetime: life,
 		Network: sandbox.NetworkMode(q.GetNetwork()), BestEffort: q.GetBestEffort(), NoNewPrivs: q.GetNoNewPrivs(), Durability: sandbox.Durability(q.GetDurability()),
+		Trace: sandbox.TraceLevel(q.GetTrace()), Volatile: q.GetVolatilePaths(),
 	}
 	switch {
 	case q.Environment != "" && len(q.Layers) > 0, q.Image != "" && (q.Environment != "" || len(q.Layers) > 0):
@@ -180,6 +181,7 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 		def(&spec.User, e.Spec.User)
 		def(&spec.Cwd, e.Spec.Cwd)
 		spec.Resources = over(e.Spec.Resources, spec.Resources)
+		spec.Volatile = slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(e.Spec.Volatile), spec.Volatile...))))
 	case len(q.Layers) > 0:
 		ids, err := g.layers.Compose(ctx, project, q.Layers)
 		if err != nil {

@@ -43,6 +43,7 @@ const (
 	tagJob      tag = 'J' // Job
 	tagEvent    tag = 'E' // LogRecord: kind, step, request_json as text
 	tagVerdict  tag = 'v' // Verdict
+	tagTrace    tag = 'P' // StepTrace
 )
 
 // message returns an empty message of a tag and the kind that LogService names it by.
@@ -86,6 +87,8 @@ func (t tag) message() (proto.Message, string) {
 		return &dsecv1.LogRecord{}, "event"
 	case tagVerdict:
 		return &dsecv1.Verdict{}, "verdict"
+	case tagTrace:
+		return &dsecv1.StepTrace{}, "trace"
 	}
 	return nil, ""
 }
@@ -281,6 +284,8 @@ func logRecord(r *trajectory.Record, output bool) *dsecv1.LogRecord {
 		}
 	case *dsecv1.Verdict:
 		p.Verdict = m
+	case *dsecv1.StepTrace:
+		p.Trace = m
 	case *dsecv1.WriteRequest:
 		if m.GetAppend() {
 			p.Kind = "append"

@@ -36,6 +36,9 @@ type Outcome struct {
 
 	Started time.Time `json:"started"`
 	Ended   time.Time `json:"ended"`
+
+	// Group names the group of processes that it ran in to the backend; it is no part of the record.
+	Group string `json:"-"`
 }
 
 // StreamEnd describes a stream of a command at its end. The first Head and the last Tail octets are kept; a read in

@@ -108,6 +108,9 @@ type Spec struct {
 	NoNewPrivs bool       `json:"no_new_privs,omitempty"`
 	Durability Durability `json:"durability"`
 	Volumes    []Volume   `json:"volumes,omitempty"`
+	Trace      TraceLevel `json:"trace,omitempty"`
+	// Volatile are clean absolute paths of caches and the like.
+	Volatile []string `json:"volatile,omitempty"`
 }
 
 // Volume is a layer that is mounted read-only at a path of the sandbox.
@@ -129,6 +132,7 @@ func (s *Spec) Fill() {
 	set(&s.Hostname, "sandbox")
 	set(&s.Network, NetworkNone)
 	set(&s.Durability, DurabilityProcess)
+	set(&s.Trace, DefaultTrace)
 	set(&s.Resources.Memory, DefaultMemory)
 	set(&s.Resources.Disk, DefaultDisk)
 	set(&s.Resources.Pids, DefaultPids)
@@ -190,6 +194,12 @@ func (s *Spec) Validate() error {
 		return err
 	}
 	if err := CheckVolumes(s.Volumes); err != nil {
+		return err
+	}
+	if err := s.Trace.Check(); err != nil {
+		return err
+	}
+	if err := CheckVolatile(s.Volatile); err != nil {
 		return err
 	}
 	return s.Resources.validate()

@@ -148,6 +148,8 @@ type Spec struct {
 	NoNewPrivs    bool                   `protobuf:"varint,19,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
 	Durability    string                 `protobuf:"bytes,20,opt,name=durability,proto3" json:"durability,omitempty"`
 	Volumes       []*Volume              `protobuf:"bytes,21,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Trace         string                 `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`
+	VolatilePaths []string               `protobuf:"bytes,51,rep,name=volatile_paths,json=volatilePaths,proto3" json:"volatile_paths,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -325,6 +327,20 @@ func (x *Spec) GetDurability() string {
 func (x *Spec) GetVolumes() []*Volume {
 	if x != nil {
 		return x.Volumes
+	}
+	return nil
+}
+
+func (x *Spec) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
+}
+
+func (x *Spec) GetVolatilePaths() []string {
+	if x != nil {
+		return x.VolatilePaths
 	}
 	return nil
 }
@@ -703,7 +719,7 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\x05R\bprotocol\x12!\n" +
 	"\fprotocol_min\x18\x03 \x01(\x05R\vprotocolMin\x12\x12\n" +
-	"\x04role\x18\x04 \x01(\tR\x04role\"\xc1\x05\n" +
+	"\x04role\x18\x04 \x01(\tR\x04role\"\xfe\x05\n" +
 	"\x04Spec\x12\x18\n" +
 	"\aproject\x18\x01 \x01(\tR\aproject\x12\x10\n" +
 	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
@@ -732,7 +748,9 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\n" +
 	"durability\x18\x14 \x01(\tR\n" +
 	"durability\x12)\n" +
-	"\avolumes\x18\x15 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
+	"\avolumes\x18\x15 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12\x14\n" +
+	"\x05trace\x182 \x01(\tR\x05trace\x12%\n" +
+	"\x0evolatile_paths\x183 \x03(\tR\rvolatilePaths\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8b\x01\n" +

@@ -127,6 +127,7 @@ type LogRecord struct {
 	Summary       *Summary               `protobuf:"bytes,17,opt,name=summary,proto3" json:"summary,omitempty"` // in the record of a sandbox's end
 	Verdict       *Verdict               `protobuf:"bytes,18,opt,name=verdict,proto3" json:"verdict,omitempty"`
 	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"`     // how input octets are kept: inline | blob | hash
+	Trace         *StepTrace             `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`     // of kind trace: what the step did, after its end
 	Skipped       []string               `protobuf:"bytes,20,rep,name=skipped,proto3" json:"skipped,omitempty"` // of an upload's end: what could not be laid down
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -293,6 +294,13 @@ func (x *LogRecord) GetInput() string {
 		return x.Input
 	}
 	return ""
+}
+
+func (x *LogRecord) GetTrace() *StepTrace {
+	if x != nil {
+		return x.Trace
+	}
+	return nil
 }
 
 func (x *LogRecord) GetSkipped() []string {
@@ -1168,14 +1176,14 @@ var File_dsec_v1_log_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x11dsec/v1/log.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x99\x01\n" +
+	"\x11dsec/v1/log.proto\x12\adsec.v1\x1a\x13dsec/v1/trace.proto\x1a\x13dsec/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x99\x01\n" +
 	"\x0eReadLogRequest\x12\x18\n" +
 	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x10\n" +
 	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
 	"\x03key\x18\x03 \x01(\tR\x03key\x12\x19\n" +
 	"\bfrom_seq\x18\x04 \x01(\x03R\afromSeq\x12\x16\n" +
 	"\x06follow\x18\x05 \x01(\bR\x06follow\x12\x16\n" +
-	"\x06output\x18\x06 \x01(\bR\x06output\"\xbf\x04\n" +
+	"\x06output\x18\x06 \x01(\bR\x06output\"\xe9\x04\n" +
 	"\tLogRecord\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x03R\x03seq\x12.\n" +
@@ -1196,7 +1204,8 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x04late\x18\x10 \x01(\bR\x04late\x12*\n" +
 	"\asummary\x18\x11 \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
 	"\averdict\x18\x12 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x14\n" +
-	"\x05input\x18\x13 \x01(\tR\x05input\x12\x18\n" +
+	"\x05input\x18\x13 \x01(\tR\x05input\x12(\n" +
+	"\x05trace\x182 \x01(\v2\x12.dsec.v1.StepTraceR\x05trace\x12\x18\n" +
 	"\askipped\x18\x14 \x03(\tR\askipped\"?\n" +
 	"\x0fReadLogResponse\x12,\n" +
 	"\arecords\x18\x01 \x03(\v2\x12.dsec.v1.LogRecordR\arecords\"}\n" +
@@ -1264,7 +1273,7 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\bolder_ms\x18\x02 \x01(\x03R\aolderMs\"d\n" +
 	"\x12RemoveLogsResponse\x12\"\n" +
 	"\ftrajectories\x18\x01 \x01(\x03R\ftrajectories\x12*\n" +
-	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors2\x90\x03\n" +
+	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors2\xca\x03\n" +
 	"\n" +
 	"LogService\x12;\n" +
 	"\x04Read\x12\x17.dsec.v1.ReadLogRequest\x1a\x18.dsec.v1.ReadLogResponse0\x01\x12E\n" +
@@ -1272,7 +1281,8 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"SetVerdict\x12\x1a.dsec.v1.SetVerdictRequest\x1a\x1b.dsec.v1.SetVerdictResponse\x128\n" +
 	"\x05Steps\x12\x15.dsec.v1.StepsRequest\x1a\x16.dsec.v1.StepsResponse0\x01\x12;\n" +
 	"\x06Export\x12\x16.dsec.v1.ExportRequest\x1a\x17.dsec.v1.ExportResponse0\x01\x12D\n" +
-	"\tReadInput\x12\x19.dsec.v1.ReadInputRequest\x1a\x1a.dsec.v1.ReadInputResponse0\x01\x12A\n" +
+	"\tReadInput\x12\x19.dsec.v1.ReadInputRequest\x1a\x1a.dsec.v1.ReadInputResponse0\x01\x128\n" +
+	"\x05Trace\x12\x15.dsec.v1.TraceRequest\x1a\x16.dsec.v1.TraceResponse0\x01\x12A\n" +
 	"\x06Remove\x12\x1a.dsec.v1.RemoveLogsRequest\x1a\x1b.dsec.v1.RemoveLogsResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
 var (
@@ -1310,8 +1320,11 @@ var file_dsec_v1_log_proto_goTypes = []any{
 	(*Cause)(nil),                 // 18: dsec.v1.Cause
 	(*Summary)(nil),               // 19: dsec.v1.Summary
 	(*Verdict)(nil),               // 20: dsec.v1.Verdict
-	(*Sandbox)(nil),               // 21: dsec.v1.Sandbox
-	(*ItemError)(nil),             // 22: dsec.v1.ItemError
+	(*StepTrace)(nil),             // 21: dsec.v1.StepTrace
+	(*Sandbox)(nil),               // 22: dsec.v1.Sandbox
+	(*ItemError)(nil),             // 23: dsec.v1.ItemError
+	(*TraceRequest)(nil),          // 24: dsec.v1.TraceRequest
+	(*TraceResponse)(nil),         // 25: dsec.v1.TraceResponse
 }
 var file_dsec_v1_log_proto_depIdxs = []int32{
 	16, // 0: dsec.v1.LogRecord.time:type_name -> google.protobuf.Timestamp
@@ -1319,36 +1332,39 @@ var file_dsec_v1_log_proto_depIdxs = []int32{
 	18, // 2: dsec.v1.LogRecord.cause:type_name -> dsec.v1.Cause
 	19, // 3: dsec.v1.LogRecord.summary:type_name -> dsec.v1.Summary
 	20, // 4: dsec.v1.LogRecord.verdict:type_name -> dsec.v1.Verdict
-	1,  // 5: dsec.v1.ReadLogResponse.records:type_name -> dsec.v1.LogRecord
-	20, // 6: dsec.v1.SetVerdictRequest.verdict:type_name -> dsec.v1.Verdict
-	20, // 7: dsec.v1.SetVerdictResponse.verdict:type_name -> dsec.v1.Verdict
-	15, // 8: dsec.v1.TrajectoryFilter.labels:type_name -> dsec.v1.TrajectoryFilter.LabelsEntry
-	5,  // 9: dsec.v1.StepsRequest.filter:type_name -> dsec.v1.TrajectoryFilter
-	17, // 10: dsec.v1.Step.outcome:type_name -> dsec.v1.Outcome
-	16, // 11: dsec.v1.Step.started:type_name -> google.protobuf.Timestamp
-	21, // 12: dsec.v1.StepsResponse.sandbox:type_name -> dsec.v1.Sandbox
-	7,  // 13: dsec.v1.StepsResponse.steps:type_name -> dsec.v1.Step
-	22, // 14: dsec.v1.StepsResponse.errors:type_name -> dsec.v1.ItemError
-	5,  // 15: dsec.v1.ExportRequest.filter:type_name -> dsec.v1.TrajectoryFilter
-	22, // 16: dsec.v1.ExportResponse.errors:type_name -> dsec.v1.ItemError
-	22, // 17: dsec.v1.RemoveLogsResponse.errors:type_name -> dsec.v1.ItemError
-	0,  // 18: dsec.v1.LogService.Read:input_type -> dsec.v1.ReadLogRequest
-	3,  // 19: dsec.v1.LogService.SetVerdict:input_type -> dsec.v1.SetVerdictRequest
-	6,  // 20: dsec.v1.LogService.Steps:input_type -> dsec.v1.StepsRequest
-	9,  // 21: dsec.v1.LogService.Export:input_type -> dsec.v1.ExportRequest
-	11, // 22: dsec.v1.LogService.ReadInput:input_type -> dsec.v1.ReadInputRequest
-	13, // 23: dsec.v1.LogService.Remove:input_type -> dsec.v1.RemoveLogsRequest
-	2,  // 24: dsec.v1.LogService.Read:output_type -> dsec.v1.ReadLogResponse
-	4,  // 25: dsec.v1.LogService.SetVerdict:output_type -> dsec.v1.SetVerdictResponse
-	8,  // 26: dsec.v1.LogService.Steps:output_type -> dsec.v1.StepsResponse
-	10, // 27: dsec.v1.LogService.Export:output_type -> dsec.v1.ExportResponse
-	12, // 28: dsec.v1.LogService.ReadInput:output_type -> dsec.v1.ReadInputResponse
-	14, // 29: dsec.v1.LogService.Remove:output_type -> dsec.v1.RemoveLogsResponse
-	24, // [24:30] is the sub-list for method output_type
-	18, // [18:24] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	21, // 5: dsec.v1.LogRecord.trace:type_name -> dsec.v1.StepTrace
+	1,  // 6: dsec.v1.ReadLogResponse.records:type_name -> dsec.v1.LogRecord
+	20, // 7: dsec.v1.SetVerdictRequest.verdict:type_name -> dsec.v1.Verdict
+	20, // 8: dsec.v1.SetVerdictResponse.verdict:type_name -> dsec.v1.Verdict
+	15, // 9: dsec.v1.TrajectoryFilter.labels:type_name -> dsec.v1.TrajectoryFilter.LabelsEntry
+	5,  // 10: dsec.v1.StepsRequest.filter:type_name -> dsec.v1.TrajectoryFilter
+	17, // 11: dsec.v1.Step.outcome:type_name -> dsec.v1.Outcome
+	16, // 12: dsec.v1.Step.started:type_name -> google.protobuf.Timestamp
+	22, // 13: dsec.v1.StepsResponse.sandbox:type_name -> dsec.v1.Sandbox
+	7,  // 14: dsec.v1.StepsResponse.steps:type_name -> dsec.v1.Step
+	23, // 15: dsec.v1.StepsResponse.errors:type_name -> dsec.v1.ItemError
+	5,  // 16: dsec.v1.ExportRequest.filter:type_name -> dsec.v1.TrajectoryFilter
+	23, // 17: dsec.v1.ExportResponse.errors:type_name -> dsec.v1.ItemError
+	23, // 18: dsec.v1.RemoveLogsResponse.errors:type_name -> dsec.v1.ItemError
+	0,  // 19: dsec.v1.LogService.Read:input_type -> dsec.v1.ReadLogRequest
+	3,  // 20: dsec.v1.LogService.SetVerdict:input_type -> dsec.v1.SetVerdictRequest
+	6,  // 21: dsec.v1.LogService.Steps:input_type -> dsec.v1.StepsRequest
+	9,  // 22: dsec.v1.LogService.Export:input_type -> dsec.v1.ExportRequest
+	11, // 23: dsec.v1.LogService.ReadInput:input_type -> dsec.v1.ReadInputRequest
+	24, // 24: dsec.v1.LogService.Trace:input_type -> dsec.v1.TraceRequest
+	13, // 25: dsec.v1.LogService.Remove:input_type -> dsec.v1.RemoveLogsRequest
+	2,  // 26: dsec.v1.LogService.Read:output_type -> dsec.v1.ReadLogResponse
+	4,  // 27: dsec.v1.LogService.SetVerdict:output_type -> dsec.v1.SetVerdictResponse
+	8,  // 28: dsec.v1.LogService.Steps:output_type -> dsec.v1.StepsResponse
+	10, // 29: dsec.v1.LogService.Export:output_type -> dsec.v1.ExportResponse
+	12, // 30: dsec.v1.LogService.ReadInput:output_type -> dsec.v1.ReadInputResponse
+	25, // 31: dsec.v1.LogService.Trace:output_type -> dsec.v1.TraceResponse
+	14, // 32: dsec.v1.LogService.Remove:output_type -> dsec.v1.RemoveLogsResponse
+	26, // [26:33] is the sub-list for method output_type
+	19, // [19:26] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_log_proto_init() }
@@ -1356,6 +1372,7 @@ func file_dsec_v1_log_proto_init() {
 	if File_dsec_v1_log_proto != nil {
 		return
 	}
+	file_dsec_v1_trace_proto_init()
 	file_dsec_v1_types_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{

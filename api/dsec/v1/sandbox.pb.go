@@ -47,6 +47,8 @@ type CreateRequest struct {
 	Pull            string                 `protobuf:"bytes,22,opt,name=pull,proto3" json:"pull,omitempty"`                                               // missing (default) | always: see ImageService.Pull
 	ImageEntrypoint bool                   `protobuf:"varint,23,opt,name=image_entrypoint,json=imageEntrypoint,proto3" json:"image_entrypoint,omitempty"` // start the image's own entrypoint and command as the sandbox's entrypoint
 	Volumes         []*Volume              `protobuf:"bytes,24,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Trace           string                 `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`                                      // off (default) | light | full: what is recorded of what steps do, beside their outcomes
+	VolatilePaths   []string               `protobuf:"bytes,51,rep,name=volatile_paths,json=volatilePaths,proto3" json:"volatile_paths,omitempty"` // caches and the like, on top of the environment's: not looked into by trace, not compared by replay
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -245,6 +247,20 @@ func (x *CreateRequest) GetImageEntrypoint() bool {
 func (x *CreateRequest) GetVolumes() []*Volume {
 	if x != nil {
 		return x.Volumes
+	}
+	return nil
+}
+
+func (x *CreateRequest) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
+}
+
+func (x *CreateRequest) GetVolatilePaths() []string {
+	if x != nil {
+		return x.VolatilePaths
 	}
 	return nil
 }
@@ -1353,7 +1369,7 @@ var File_dsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\xaf\x06\n" +
+	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\xec\x06\n" +
 	"\rCreateRequest\x12 \n" +
 	"\venvironment\x18\x01 \x01(\tR\venvironment\x12\x16\n" +
 	"\x06layers\x18\x02 \x03(\tR\x06layers\x12\x18\n" +
@@ -1386,7 +1402,9 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x05image\x18\x15 \x01(\tR\x05image\x12\x12\n" +
 	"\x04pull\x18\x16 \x01(\tR\x04pull\x12)\n" +
 	"\x10image_entrypoint\x18\x17 \x01(\bR\x0fimageEntrypoint\x12)\n" +
-	"\avolumes\x18\x18 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x1a9\n" +
+	"\avolumes\x18\x18 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12\x14\n" +
+	"\x05trace\x182 \x01(\tR\x05trace\x12%\n" +
+	"\x0evolatile_paths\x183 \x03(\tR\rvolatilePaths\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"V\n" +

@@ -344,6 +344,7 @@ type Sandbox struct {
 	Summary       *Summary               `protobuf:"bytes,27,opt,name=summary,proto3" json:"summary,omitempty"` // set once it has ended
 	Verdict       *Verdict               `protobuf:"bytes,28,opt,name=verdict,proto3" json:"verdict,omitempty"` // the latest that was attached
 	Volumes       []*Volume              `protobuf:"bytes,29,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Trace         string                 `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`  // off | light | full
 	Epoch         int64                  `protobuf:"varint,40,opt,name=epoch,proto3" json:"epoch,omitempty"` // of its trajectory: grows by one with each restore
 	Next          string                 `protobuf:"bytes,41,opt,name=next,proto3" json:"next,omitempty"`    // ID of the sandbox that went on in its trajectory, once one has
 	unknownFields protoimpl.UnknownFields
@@ -581,6 +582,13 @@ func (x *Sandbox) GetVolumes() []*Volume {
 		return x.Volumes
 	}
 	return nil
+}
+
+func (x *Sandbox) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
 }
 
 func (x *Sandbox) GetEpoch() int64 {
@@ -1325,7 +1333,7 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\x05Cause\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\tR\x05class\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x16\n" +
-	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xa6\t\n" +
+	"\x06detail\x18\x03 \x01(\tR\x06detail\"\xbc\t\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
@@ -1361,6 +1369,7 @@ const file_dsec_v1_types_proto_rawDesc = "" +
 	"\asummary\x18\x1b \x01(\v2\x10.dsec.v1.SummaryR\asummary\x12*\n" +
 	"\averdict\x18\x1c \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12)\n" +
 	"\avolumes\x18\x1d \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12\x14\n" +
+	"\x05trace\x182 \x01(\tR\x05trace\x12\x14\n" +
 	"\x05epoch\x18( \x01(\x03R\x05epoch\x12\x12\n" +
 	"\x04next\x18) \x01(\tR\x04next\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +

@@ -43,6 +43,8 @@ const (
 	LogServiceExportProcedure = "/dsec.v1.LogService/Export"
 	// LogServiceReadInputProcedure is the fully-qualified name of the LogService's ReadInput RPC.
 	LogServiceReadInputProcedure = "/dsec.v1.LogService/ReadInput"
+	// LogServiceTraceProcedure is the fully-qualified name of the LogService's Trace RPC.
+	LogServiceTraceProcedure = "/dsec.v1.LogService/Trace"
 	// LogServiceRemoveProcedure is the fully-qualified name of the LogService's Remove RPC.
 	LogServiceRemoveProcedure = "/dsec.v1.LogService/Remove"
 )
@@ -61,6 +63,8 @@ type LogServiceClient interface {
 	Export(context.Context, *connect.Request[v1.ExportRequest]) (*connect.ServerStreamForClient[v1.ExportResponse], error)
 	// ReadInput streams the input octets that a record names.
 	ReadInput(context.Context, *connect.Request[v1.ReadInputRequest]) (*connect.ServerStreamForClient[v1.ReadInputResponse], error)
+	// Trace streams what steps did beside their outcomes: files, processes, I/O. Then, when a file was asked for, what is known of it.
+	Trace(context.Context, *connect.Request[v1.TraceRequest]) (*connect.ServerStreamForClient[v1.TraceResponse], error)
 	// Remove deletes the trajectories of ended sandboxes: of a job as a whole (its name and keys are then used up), or by age.
 	Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error)
 }
@@ -106,6 +110,12 @@ func NewLogServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...
 			connect.WithSchema(logServiceMethods.ByName("ReadInput")),
 			connect.WithClientOptions(opts...),
 		),
+		trace: connect.NewClient[v1.TraceRequest, v1.TraceResponse](
+			httpClient,
+			baseURL+LogServiceTraceProcedure,
+			connect.WithSchema(logServiceMethods.ByName("Trace")),
+			connect.WithClientOptions(opts...),
+		),
 		remove: connect.NewClient[v1.RemoveLogsRequest, v1.RemoveLogsResponse](
 			httpClient,
 			baseURL+LogServiceRemoveProcedure,
@@ -122,6 +132,7 @@ type logServiceClient struct {
 	steps      *connect.Client[v1.StepsRequest, v1.StepsResponse]
 	export     *connect.Client[v1.ExportRequest, v1.ExportResponse]
 	readInput  *connect.Client[v1.ReadInputRequest, v1.ReadInputResponse]
+	trace      *connect.Client[v1.TraceRequest, v1.TraceResponse]
 	remove     *connect.Client[v1.RemoveLogsRequest, v1.RemoveLogsResponse]
 }
 
@@ -150,6 +161,11 @@ func (c *logServiceClient) ReadInput(ctx context.Context, req *connect.Request[v
 	return c.readInput.CallServerStream(ctx, req)
 }
 
+// Trace calls dsec.v1.LogService.Trace.
+func (c *logServiceClient) Trace(ctx context.Context, req *connect.Request[v1.TraceRequest]) (*connect.ServerStreamForClient[v1.TraceResponse], error) {
+	return c.trace.CallServerStream(ctx, req)
+}
+
 // Remove calls dsec.v1.LogService.Remove.
 func (c *logServiceClient) Remove(ctx context.Context, req *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error) {
 	return c.remove.CallUnary(ctx, req)
@@ -169,6 +185,8 @@ type LogServiceHandler interface {
 	Export(context.Context, *connect.Request[v1.ExportRequest], *connect.ServerStream[v1.ExportResponse]) error
 	// ReadInput streams the input octets that a record names.
 	ReadInput(context.Context, *connect.Request[v1.ReadInputRequest], *connect.ServerStream[v1.ReadInputResponse]) error
+	// Trace streams what steps did beside their outcomes: files, processes, I/O. Then, when a file was asked for, what is known of it.
+	Trace(context.Context, *connect.Request[v1.TraceRequest], *connect.ServerStream[v1.TraceResponse]) error
 	// Remove deletes the trajectories of ended sandboxes: of a job as a whole (its name and keys are then used up), or by age.
 	Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error)
 }
@@ -210,6 +228,12 @@ func NewLogServiceHandler(svc LogServiceHandler, opts ...connect.HandlerOption) 
 		connect.WithSchema(logServiceMethods.ByName("ReadInput")),
 		connect.WithHandlerOptions(opts...),
 	)
+	logServiceTraceHandler := connect.NewServerStreamHandler(
+		LogServiceTraceProcedure,
+		svc.Trace,
+		connect.WithSchema(logServiceMethods.ByName("Trace")),
+		connect.WithHandlerOptions(opts...),
+	)
 	logServiceRemoveHandler := connect.NewUnaryHandler(
 		LogServiceRemoveProcedure,
 		svc.Remove,
@@ -228,6 +252,8 @@ func NewLogServiceHandler(svc LogServiceHandler, opts ...connect.HandlerOption) 
 			logServiceExportHandler.ServeHTTP(w, r)
 		case LogServiceReadInputProcedure:
 			logServiceReadInputHandler.ServeHTTP(w, r)
+		case LogServiceTraceProcedure:
+			logServiceTraceHandler.ServeHTTP(w, r)
 		case LogServiceRemoveProcedure:
 			logServiceRemoveHandler.ServeHTTP(w, r)
 		default:
@@ -257,6 +283,10 @@ func (UnimplementedLogServiceHandler) Export(context.Context, *connect.Request[v
 
 func (UnimplementedLogServiceHandler) ReadInput(context.Context, *connect.Request[v1.ReadInputRequest], *connect.ServerStream[v1.ReadInputResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.ReadInput is not implemented"))
+}
+
+func (UnimplementedLogServiceHandler) Trace(context.Context, *connect.Request[v1.TraceRequest], *connect.ServerStream[v1.TraceResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.LogService.Trace is not implemented"))
 }
 
 func (UnimplementedLogServiceHandler) Remove(context.Context, *connect.Request[v1.RemoveLogsRequest]) (*connect.Response[v1.RemoveLogsResponse], error) {
