@@ -74,6 +74,8 @@ type Born struct {
 	// Laid are the files that the birth wrote into the upper, by path from the root ("etc/hosts"), with their SHA-256 in hex; none
 	// from a keeper of before this field.
 	Laid map[string]string
+	// Group is the folder of the sandbox's group in the version 2 hierarchy: groups are made ahead and are not named after a sandbox.
+	Group string
 }
 
 // Alive is a sandbox that the keeper holds, for recovery.

@@ -43,7 +43,7 @@ type box struct {
 	abort   context.CancelFunc // ends a birth under way
 
 	mu       sync.Mutex
-	grp      group
+	grp      *group // of its berth, once it has one
 	nextNum  uint64
 	byNum    map[uint64]*command
 	cmds     map[string]*command
@@ -89,7 +89,7 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 	}
 	b := &box{k: k, id: birth.ID, birth: *birth, gone: make(chan struct{}), settled: make(chan struct{}), byNum: map[uint64]*command{}, cmds: map[string]*command{},
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
-		grp: group{g: k.cg, class: class, id: string(birth.ID), owner: int(birth.UIDBase) + idsPerSandbox, res: birth.Resources, files: k.recent.files()}}
+		grp: &group{g: k.cg, class: class, id: string(birth.ID), files: k.recent.files()}}
 	b.birth.Seccomp, b.birth.Events = nil, nil
 	ctx, b.abort = context.WithCancel(ctx)
 	defer b.abort()
@@ -125,14 +125,17 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 		unix.Close(parent)
 		return err
 	}
-	if err := b.grp.make(); err != nil {
+	bt, again, err := k.takeBerth(ctx, b.grp.class)
+	if err != nil {
 		unix.Close(parent)
 		return err
 	}
-	if err := b.spawn(); err != nil {
-		unix.Close(parent)
-		return err
-	}
+	defer again()
+	bt.grp.owner, bt.grp.res = int(birth.UIDBase)+idsPerSandbox, birth.Resources
+	b.mu.Lock()
+	b.grp, b.ctl, b.pid, b.netns = bt.grp, bt.ctl, bt.pid, bt.netns
+	b.mu.Unlock()
+	b.wait.Add(1)
 	r, err := k.compose(birth, sl, parent)
 	if err != nil {
 		return err
@@ -144,117 +147,49 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 			closeAll(r.fds()) // all were attached
 		}
 	}()
-	ns, err := k.netns.take(ctx)
-	if err != nil {
-		return err
-	}
-	b.mu.Lock()
-	b.netns = ns
-	b.mu.Unlock()
-	if err := b.grp.attach(b.pid); err != nil {
-		return err
-	}
-	b.born = Born{Pid: b.pid, Mapping: r.mapping, Shm: r.shmKind, ProcessU: birth.UIDBase + idsPerSandbox, Laid: r.laid}
+	b.born = Born{Pid: b.pid, Mapping: r.mapping, Shm: r.shmKind, ProcessU: birth.UIDBase + idsPerSandbox, Laid: r.laid, Group: b.grp.v2()}
 	if err := b.sendBirth(birth, r, sl); err != nil {
+		return err
+	}
+	if err := b.grp.settle(); err != nil { // while process 1 is at it; nothing of the sandbox runs before its word
 		return err
 	}
 	return b.awaitReady(ctx)
 }
 
-// spawn clones process 1.
-func (b *box) spawn() error {
-	ctl, far, err := wire.Pair()
-	if err != nil {
-		return err
-	}
-	defer unix.Close(far)
-	at, err := b.grp.open("init")
-	if err != nil {
-		ctl.Close()
-		return err
-	}
-	defer unix.Close(at)
-	// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could then clone
-	// nothing into the groups of its commands. Each command has one of its own (wire.StartCgroupNS).
-	pid, err := b.k.spawner.spawn(far, at)
-	if err != nil {
-		ctl.Close()
-		return fmt.Errorf("clone process 1: %w", err)
-	}
-	b.mu.Lock()
-	b.ctl, b.pid = ctl, pid
-	b.mu.Unlock()
-	b.wait.Add(1)
-	return nil
-}
-
 func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
-	var fds, mine []int
-	defer func() { closeAll(mine) }()
-	var ops []string
-	add := func(verb string, fd int, args ...string) {
-		ops = append(ops, wire.OpFD(verb, len(fds), args...))
-		fds = append(fds, fd)
-	}
-	move := func(to string) func(fd int, err error) error {
-		return func(fd int, err error) error {
-			if err != nil {
-				return err
-			}
-			mine = append(mine, fd)
-			add("move", fd, to)
-			return nil
-		}
-	}
-	ops = append(ops, wire.Op("private"))
+	o := &ops{}
+	defer o.close()
 	if !b.k.overlayByPath {
-		add("drop", r.parent)
+		o.fd("drop", r.parent)
 	}
-	add("netns", b.netns.fd)
-	add("root", r.overlay)
-	if err := move("/dev")(clonePlain(b.k.tmpl.dev)); err != nil {
-		return err
+	o.fd("root", r.overlay)
+	for _, d := range []string{"/dev", "/sys", "/proc"} {
+		o.do("shift", d)
 	}
-	add("move", r.shm, "/dev/shm")
-	ops = append(ops, wire.Op("devpts", "/dev/pts", strconv.Itoa(int(birth.UIDBase)+5)), wire.Op("proc", "/proc"))
-	if err := move("/sys")(clonePlain(b.k.tmpl.sys)); err != nil {
-		return err
-	}
-	for _, p := range b.k.cg.places() {
-		to := "/sys/fs/cgroup"
-		if p.at != "" {
-			to += "/" + p.at
-		}
-		if err := move(to)(cloneRO(b.grp.at(p.ctrl))); err != nil {
-			return err
-		}
-	}
+	o.fd("move", r.shm, "/dev/shm")
+	o.do("devpts", "/dev/pts", strconv.Itoa(int(birth.UIDBase)+5))
 	for i, v := range birth.Volumes {
-		add("move", r.volumes[i], v.Path)
+		o.fd("move", r.volumes[i], v.Path)
 	}
-	for _, m := range b.k.masks() {
-		ops = append(ops, wire.Op("mask", m))
-	}
-	for _, m := range confine.ReadOnly() {
-		ops = append(ops, wire.Op("ro", m))
-	}
-	ops = append(ops, wire.Op("pivot"), wire.Op("hostname", birth.Hostname))
+	o.do("enter")
+	o.do("hostname", birth.Hostname)
 	if len(birth.Events) > 0 {
 		fd, err := b.k.eventsFile(birth.Events)
 		if err != nil {
 			return err
 		}
-		add("events", fd)
+		o.fd("events", fd)
 	}
-	add("userns", sl.user)
-	m := wire.Birth{UID: birth.UIDBase + idsPerSandbox, Ops: ops, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
+	o.fd("userns", sl.user)
+	m := wire.Birth{UID: birth.UIDBase + idsPerSandbox, Ops: o.list, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
 	if birth.NoNewPrivs {
 		m.Flags |= wire.BirthNoNewPrivs
 	}
 	if err := b.ctl.SetDeadline(time.Now().Add(birthBound)); err != nil {
 		return err
 	}
-	if err := b.ctl.Send(wire.TBirth, 0, m, fds...); err != nil {
+	if err := b.ctl.Send(wire.TBirth, 0, m, o.fds...); err != nil {
 		return fmt.Errorf("send birth: %w", err)
 	}
 	return nil

@@ -318,7 +318,8 @@ func (b *group) where(ctrl string) string {
 	return b.v1(ctrl)
 }
 
-// make creates the groups with their limits. The caller removes them with remove, also after an error.
+// make creates the groups, with one for a first command, before it is known for whom. The caller removes them with remove, also after an
+// error.
 func (b *group) make() error {
 	if err := b.mkdir(""); err != nil {
 		return err
@@ -326,16 +327,50 @@ func (b *group) make() error {
 	if err := b.mkdir("", "init"); err != nil {
 		return err
 	}
-	if err := b.own(); err != nil {
-		return err
-	}
 	for _, c := range b.g.limits {
 		if err := b.mkdir(c); err != nil {
 			return err
 		}
 	}
-	return b.limit()
+	if b.g.pure() { // a child's controllers come with its making or later, each in a step of its own
+		if err := b.write("+cpu +memory", "", "cgroup.subtree_control"); err != nil {
+			return err
+		}
+	}
+	return b.mkdir("", commandGroup(0))
 }
+
+// settle makes the groups a sandbox's.
+func (b *group) settle() error {
+	if err := b.own(); err != nil {
+		return err
+	}
+	if err := b.limit(); err != nil {
+		return err
+	}
+	first := commandGroup(0)
+	if err := b.fit(first); err != nil {
+		return err
+	}
+	b.next, b.spare = 1, append(b.spare, spare{name: first})
+	return nil
+}
+
+// fit makes a command group the sandbox's.
+func (b *group) fit(name string) error {
+	if err := b.own(name); err != nil {
+		return err
+	}
+	if b.g.pure() { // a JVM and Go read the leaf alone
+		err := b.write(strconv.FormatInt(b.res.Memory, 10), "", name, "memory.max")
+		if err := errors.Join(err, b.limitCPU(name)); err != nil {
+			return fmt.Errorf("limit cgroup %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func commandGroup(n int) string { return "cmd-" + strconv.Itoa(n) }
 
 func (b *group) limit() error {
 	set := func(ctrl, file, value string) error {
@@ -362,7 +397,6 @@ func (b *group) limit() error {
 	errs = append(errs, set("pids", "pids.max", pids))
 	if b.g.in2["cpu"] {
 		errs = append(errs, b.limitCPU())
-		errs = append(errs, b.write("+cpu +memory", "", "cgroup.subtree_control"))
 	} else {
 		if w := b.res.CPUWeight; w != 0 && w != 100 {
 			errs = append(errs, set("cpu", "cpu.shares", strconv.FormatInt(max(2, w*1024/100), 10)))
@@ -409,21 +443,14 @@ func (b *group) take() (name string, cpu time.Duration, err error) {
 		b.spare = b.spare[:n-1]
 		return g.name, g.cpu, nil
 	}
-	name = "cmd-" + strconv.Itoa(b.next)
+	name = commandGroup(b.next)
 	if err := b.mkdir("", name); err != nil {
 		return "", 0, err
 	}
 	b.next++
-	if err := b.own(name); err != nil {
+	if err := b.fit(name); err != nil {
 		b.rmdir("", name)
 		return "", 0, err
-	}
-	if b.g.pure() { // a JVM and Go read the leaf alone
-		err := b.write(strconv.FormatInt(b.res.Memory, 10), "", name, "memory.max")
-		if err := errors.Join(err, b.limitCPU(name)); err != nil {
-			b.rmdir("", name)
-			return "", 0, fmt.Errorf("limit cgroup %s: %w", name, err)
-		}
 	}
 	return name, 0, nil
 }
@@ -494,6 +521,9 @@ func (b *group) freeze(on bool, within time.Duration, sub ...string) error {
 // names are the groups within the sandbox's. For the holder of box.mu.
 func (b *group) names() []string {
 	n := append([]string{"init"}, b.used...)
+	if b.next == 0 {
+		n = append(n, commandGroup(0)) // of a birth that did not come so far
+	}
 	for _, s := range b.spare {
 		n = append(n, s.name)
 	}

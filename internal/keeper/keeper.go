@@ -31,6 +31,7 @@ type Keeper struct {
 	slots         *slots
 	spawner       *spawner
 	netns         *netnsPool
+	berths        *berths
 	layers        *layers
 	lowers        *lowers
 	images        *images
@@ -119,7 +120,7 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 		return nil, err
 	}
 	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{}, events: map[string]int{},
-		garbage: make(chan []int, 256), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool)}, nil
+		garbage: make(chan []int, 256), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool), berths: newBerths()}, nil
 }
 
 // Run serves until ctx ends or a host says shutdown; then everything in every sandbox is killed.
@@ -150,10 +151,11 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	var wg sync.WaitGroup
-	wg.Add(4)
+	wg.Add(5)
 	go func() { defer wg.Done(); k.watcher.run(ctx) }()
 	go func() { defer wg.Done(); k.netns.run(ctx, k.log) }()
 	go func() { defer wg.Done(); k.calls.netns.run(ctx, k.log) }()
+	go func() { defer wg.Done(); k.berths.run(ctx, k, k.log) }()
 	go func() { defer wg.Done(); k.collect(ctx) }()
 	go func() { <-ctx.Done(); l.Close() }()
 	k.log.Info("keeper serves", "dir", k.cfg.Dir, "instance", k.cfg.Instance, "pid", os.Getpid())

@@ -59,7 +59,26 @@ func (s *spawner) start() error {
 	unix.SetsockoptTimeval(p[0], unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv)
 	unix.SetsockoptTimeval(p[0], unix.SOL_SOCKET, unix.SO_SNDTIMEO, &tv)
 	s.fd = p[0]
+	base := wire.Frame{Type: wire.TPrepare, Body: wire.Prepare{Ops: []string{wire.Op("base")}}.Append(nil)}
+	if err := s.send(append(base.AppendHeader(nil), base.Body...)); err != nil { // its failure shows at the first SPAWN
+		s.stop()
+		return err
+	}
 	return nil
+}
+
+// send sends octets and descriptors to the helper.
+func (s *spawner) send(b []byte, fds ...int) error {
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	for {
+		err := unix.Sendmsg(s.fd, b, oob, nil, unix.MSG_NOSIGNAL)
+		if err != unix.EINTR {
+			return err
+		}
+	}
 }
 
 // stop ends the helper. The caller holds mu.
@@ -106,14 +125,8 @@ func (s *spawner) ask(stream, group int) (int, error) {
 	s.num++
 	f := wire.Frame{Type: wire.TSpawn, ID: s.num, FDs: []int{stream, group}}
 	head := f.AppendHeader(nil)
-	for {
-		err := unix.Sendmsg(s.fd, head, unix.UnixRights(stream, group), nil, unix.MSG_NOSIGNAL)
-		if err == nil {
-			break
-		}
-		if err != unix.EINTR {
-			return 0, err
-		}
+	if err := s.send(head, stream, group); err != nil {
+		return 0, err
 	}
 	var buf [wire.HeaderSize + 4]byte
 	for n := 0; n < len(buf); {

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/keeper"
 )
 
 func readAll(r io.Reader) ([]byte, error) { return io.ReadAll(io.LimitReader(r, 256<<20)) }
@@ -98,17 +99,22 @@ func (s *service) keeper() (pid int) {
 	return 0
 }
 
-// cgroups are the groups of sandboxes in all hierarchies.
+// cgroups are the groups of sandboxes in all hierarchies, but for those that the keeper has made ahead.
 func (s *service) cgroups() []string {
 	var out []string
-	for _, pattern := range []string{"/sys/fs/cgroup/dsec-", "/sys/fs/cgroup/*/dsec-"} {
+	tops, _ := filepath.Glob("/sys/fs/cgroup/*/dsec-" + s.instance())
+	for _, top := range append(tops, "/sys/fs/cgroup/dsec-"+s.instance()) {
+		var groups []string
 		for _, class := range []string{"ls", "be"} {
-			found, _ := filepath.Glob(pattern + s.instance() + "/" + class + "/*")
+			found, _ := filepath.Glob(top + "/" + class + "/*")
 			for _, f := range found {
 				if st, err := os.Stat(f); err == nil && st.IsDir() {
-					out = append(out, f)
+					groups = append(groups, f)
 				}
 			}
+		}
+		if len(groups) > keeper.Berths {
+			out = append(out, groups...)
 		}
 	}
 	return out

@@ -81,6 +81,24 @@ func DecodeBirth(body []byte) (Birth, error) {
 	return m, r.end()
 }
 
+// Prepare is the body of PREPARE: operations that are done before BIRTH. The frame's descriptors are named in them by position.
+type Prepare struct {
+	Ops []string // made with Op
+}
+
+// Append appends the body.
+func (m Prepare) Append(b []byte) []byte { return appendList(b, m.Ops) }
+
+// DecodePrepare decodes PREPARE's body.
+func DecodePrepare(body []byte) (Prepare, error) {
+	r := reader{b: body}
+	var m Prepare
+	for range r.count(4, "ops") {
+		m.Ops = append(m.Ops, string(r.blob("op")))
+	}
+	return m, r.end()
+}
+
 // Start flags.
 const (
 	StartTerminal = 1  // a new terminal is descriptors 0, 1 and 2; its master comes with STARTED

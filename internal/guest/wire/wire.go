@@ -40,6 +40,8 @@ const (
 	THold   Type = 16 // to a holder: keep the frame's descriptors; no body
 	TDrop   Type = 17 // to a holder: Drop
 
+	TPrepare Type = 9 // Prepare, before BIRTH
+
 	THello    Type = 0x81 // Hello
 	TStarted  Type = 0x82 // Started
 	TFailed   Type = 0x83 // Failed
@@ -63,6 +65,8 @@ func (t Type) String() string {
 		return "PING"
 	case TSpawn:
 		return "SPAWN"
+	case TPrepare:
+		return "PREPARE"
 	case TSpawned:
 		return "SPAWNED"
 	case THold:

@@ -25,6 +25,7 @@ var decoders = []struct {
 		func(b []byte) (message, error) { return DecodeBirth(b) }},
 	{"start", Start{User: "nobody:adm", Cwd: "/tmp", Argv: []string{"sh", "-c", ""}, Env: []string{"X=1"}, Flags: StartTerminal | StartNotify, Rows: 24, Cols: 80},
 		func(b []byte) (message, error) { return DecodeStart(b) }},
+	{"prepare", Prepare{Ops: []string{Op("base"), OpFD("netns", 0), Op("mask", "/proc/kcore")}}, func(b []byte) (message, error) { return DecodePrepare(b) }},
 	{"signal", Signal{Signal: 15, Group: true}, func(b []byte) (message, error) { return DecodeSignal(b) }},
 	{"hello", Hello{Version: Version, Features: 7}, func(b []byte) (message, error) { return DecodeHello(b) }},
 	{"started", Started{PID: 2, UID: 65534, GID: 65533}, func(b []byte) (message, error) { return DecodeStarted(b) }},

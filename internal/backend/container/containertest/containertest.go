@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -256,23 +257,37 @@ func (e *Env) Left(t testing.TB) []string {
 	var out []string
 	name := "dsec-" + e.Config.Instance
 	for _, top := range cgroupMounts(t) {
+		var dirs []string
 		for _, class := range []string{"ls", "be"} {
-			dirs, _ := os.ReadDir(filepath.Join(top, name, class))
-			for _, d := range dirs {
+			entries, _ := os.ReadDir(filepath.Join(top, name, class))
+			for _, d := range entries {
 				if d.IsDir() {
-					out = append(out, "cgroup "+filepath.Join(top, name, class, d.Name()))
+					dirs = append(dirs, "cgroup "+filepath.Join(top, name, class, d.Name()))
 				}
 			}
+		}
+		if len(dirs) > keeper.Berths { // so many are of no sandbox yet
+			out = append(out, dirs...)
 		}
 	}
 	procs, err := os.ReadDir("/proc")
 	do(t, err)
+	var ahead []string
 	for _, p := range procs {
 		groups, err := os.ReadFile(filepath.Join("/proc", p.Name(), "cgroup"))
 		if err == nil && (strings.Contains(string(groups), "/"+name+"/ls/") || strings.Contains(string(groups), "/"+name+"/be/")) {
 			cmd, _ := os.ReadFile(filepath.Join("/proc", p.Name(), "cmdline"))
-			out = append(out, fmt.Sprintf("process %s %q", p.Name(), strings.ReplaceAll(string(cmd), "\x00", " ")))
+			line := fmt.Sprintf("process %s %q", p.Name(), strings.ReplaceAll(string(cmd), "\x00", " "))
+			var st syscall.Stat_t
+			if string(cmd) == "dsec-init\x00" && syscall.Stat(filepath.Join("/proc", p.Name()), &st) == nil && st.Uid == 0 {
+				ahead = append(ahead, line) // process 1 of no sandbox yet
+				continue
+			}
+			out = append(out, line)
 		}
+	}
+	if len(ahead) > keeper.Berths {
+		out = append(out, ahead...)
 	}
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	do(t, err)

@@ -48,7 +48,7 @@ typedef int i32;
 #define FILE_MAX (1u << 20)
 #define TEXT_MAX 4096
 
-enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_SPAWN = 5, T_HOLD = 16, T_DROP = 17,
+enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_SPAWN = 5, T_PREPARE = 9, T_HOLD = 16, T_DROP = 17,
        T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_SPAWNED, T_HELD = 0x90 };
 enum { S_BIRTH = 1, S_USER, S_CWD, S_PROGRAM, S_EXEC, S_CGROUP, S_TERMINAL, S_CONFINE };
 enum { START_TERMINAL = 1, START_HOLDER = 2, START_NOFILTER = 4, START_CGROUPNS = 8, START_NOTIFY = 16, START_NOPIDFD = 32 };
@@ -426,6 +426,7 @@ static u32 nlimits;
 // ---- birth ----
 
 static int root = -1, procdir = -1;
+static int base = -1; // the root that process 1 was cloned with, where PREPARE lays what BIRTH takes over
 
 static i64 resolve(int dir, const char *path, u64 flags, u64 how)
 {
@@ -436,7 +437,7 @@ static i64 resolve(int dir, const char *path, u64 flags, u64 how)
 }
 static i64 inside(const char *path)
 {
-	return resolve(root, path, O_PATH, RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS);
+	return resolve(root >= 0 ? root : base, path, O_PATH, RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS);
 }
 static i64 attach(int fd, int target)
 {
@@ -560,6 +561,29 @@ static int fdarg(const char *s)
 	i64 n = number(s);
 	return n < 0 || n >= nfds ? -1 : fds[n];
 }
+// op_base leaves the spawner in a mount namespace that has an empty read-only folder and nothing of the host. Every process 1 starts with
+// a copy of that: it costs little, and the root of a sandbox can lie on top of it. A pivot_root walks all processes of the machine and
+// lets go of the old root, which waits for all processors.
+static i64 op_base(void)
+{
+	static const char *const opts[] = {"size", "4k", "nr_inodes", "8", "mode", "0555", NULL}, *const dirs[] = {"dev", "sys", "proc", "drop", NULL};
+	i64 r = sys1(__NR_unshare, CLONE_NEWNS), m;
+	if (r < 0 || (r = sys5(__NR_mount, NULL, "/", NULL, (1ul << 18 | 1ul << 14) /* MS_PRIVATE|MS_REC */, NULL)) < 0)
+		return r;
+	if ((m = mount_fd("tmpfs", opts, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)) < 0)
+		return m;
+	for (const char *const *d = dirs; *d && r >= 0; d++)
+		r = sys3(__NR_mkdirat, m, *d, 0555);
+	struct mount_attr a = {MOUNT_ATTR_RDONLY, 0, 0, 0};
+	if (r >= 0 && (r = sys5(__NR_mount_setattr, m, "", AT_EMPTY_PATH, &a, sizeof a)) >= 0 &&
+	    (r = sys5(__NR_move_mount, m, "", AT_FDCWD, "/", MOVE_MOUNT_F_EMPTY_PATH)) >= 0 && (r = sys1(__NR_fchdir, m)) >= 0 &&
+	    (r = sys2(__NR_pivot_root, ".", ".")) >= 0 && (r = sys2(__NR_umount2, ".", 2 /* MNT_DETACH */)) >= 0)
+		r = sys1(__NR_chdir, "/");
+	sys1(__NR_close, m);
+	sys1(__NR_close, base);
+	base = -1; // was the old root
+	return r;
+}
 static i64 op(char *verb, char *p, char *stop)
 {
 	char *a = field(&p, stop), *b = field(&p, stop);
@@ -568,8 +592,25 @@ static i64 op(char *verb, char *p, char *stop)
 		return sys5(__NR_mount, NULL, "/", NULL, (1ul << 18 | 1ul << 14) /* MS_PRIVATE|MS_REC */, NULL);
 	if (eq(verb, "netns"))
 		return sys2(__NR_setns, fdarg(a), CLONE_NEWNET);
-	if (eq(verb, "drop")) // to the old root, so that it ends with it: an end of its own would wait for the kernel once more
-		return sys5(__NR_move_mount, fdarg(a), "", AT_FDCWD, "/proc", MOVE_MOUNT_F_EMPTY_PATH);
+	if (eq(verb, "base"))
+		return op_base();
+	if (eq(verb, "drop")) // below the root, so that it ends with the namespace: an end of its own would wait for the kernel once more
+		return sys5(__NR_move_mount, fdarg(a), "", base, "drop", MOVE_MOUNT_F_EMPTY_PATH);
+	if (eq(verb, "shift")) {
+		if ((t = inside(a)) < 0)
+			return t;
+		i64 from = resolve(base, a, O_PATH, RESOLVE_IN_ROOT | RESOLVE_NO_SYMLINKS);
+		r = from < 0 ? from : attach((int)from, (int)t);
+		if (from >= 0)
+			sys1(__NR_close, from);
+		sys1(__NR_close, t);
+		return r;
+	}
+	if (eq(verb, "enter")) {
+		if ((r = sys1(__NR_fchdir, root)) < 0 || (r = sys1(__NR_chroot, ".")) < 0)
+			return r;
+		return sys1(__NR_chdir, "/");
+	}
 	if (eq(verb, "root")) {
 		// On top of "/": no folder of the host is needed, and pivot_root(".", ".") puts it underneath.
 		int fd = fdarg(a);
@@ -645,6 +686,59 @@ static i64 op(char *verb, char *p, char *stop)
 	return -EINVAL;
 }
 
+// run_ops runs operations; what failed is in res.
+static int run_ops(char **ops, u32 *lens, u32 n)
+{
+	for (u32 i = 0; i < n; i++) {
+		char *p = ops[i], *stop = p + lens[i], *verb = field(&p, stop);
+		i64 r = op(verb, p, stop);
+		if (r < 0) {
+			fail(S_BIRTH, (u32)-r);
+			say("birth:");
+			for (p = ops[i]; p < stop;) {
+				say(" ");
+				sayq(field(&p, stop));
+			}
+			say(": ");
+			sayerr(r);
+			return -1;
+		}
+	}
+	return 0;
+}
+
+// prepare does what of a birth is the same for every sandbox, before there is one. It has no answer but FAILED.
+static void prepare(void)
+{
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	u32 nops = (u32)num(4);
+	if (nops > 256)
+		bad = 1;
+	char **ops = alloc(nops * 8ul + 8);
+	u32 *lens = alloc(nops * 4ul + 8);
+	for (u32 i = 0; i < nops && !bad; i++)
+		ops[i] = str(&lens[i]);
+	if (bad || at != end) {
+		fail(S_BIRTH, EINVAL);
+		say("malformed PREPARE");
+		goto failed;
+	}
+	if (base < 0 && (base = (int)sys4(__NR_openat, AT_FDCWD, "/", O_PATH | O_DIRECTORY | O_CLOEXEC, 0)) < 0) {
+		fail(S_BIRTH, (u32)-base);
+		goto failed;
+	}
+	if (run_ops(ops, lens, nops) < 0)
+		goto failed;
+	done_frame();
+	arena_reset();
+	return;
+failed:
+	send_failed(0);
+	die(1);
+}
+
 static void birth(void)
 {
 	at = body;
@@ -693,23 +787,10 @@ static void birth(void)
 	}
 	if (bad || at != end)
 		goto malformed;
-	for (u32 i = 0; i < nops; i++) {
-		char *p = ops[i], *stop = p + lens[i], *verb = field(&p, stop);
-		i64 r = op(verb, p, stop);
-		if (r < 0) {
-			fail(S_BIRTH, (u32)-r);
-			say("birth:");
-			for (p = ops[i]; p < stop;) {
-				say(" ");
-				sayq(field(&p, stop));
-			}
-			say(": ");
-			sayerr(r);
-			goto failed;
-		}
-	}
-	int done[] = {root, procdir, null, empty};
-	for (u32 i = 0; i < 4; i++)
+	if (run_ops(ops, lens, nops) < 0)
+		goto failed;
+	int done[] = {root, base, procdir, null, empty};
+	for (u32 i = 0; i < sizeof done / sizeof *done; i++)
 		if (done[i] >= 0)
 			sys1(__NR_close, done[i]);
 	i64 own = sys4(__NR_openat, AT_FDCWD, "/dev/null", O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
@@ -1714,9 +1795,12 @@ void entry(long *sp)
 	sys3(__NR_setpriority, 0, 0, 0);
 	sys1(__NR_umask, 022);
 	read_frame();
-	while (head.type == T_SPAWN) {
-		spawn((u32)(exe > sfd ? exe : sfd) + 1);
-		read_frame(); // of the spawner the next SPAWN, of a child its BIRTH
+	while (head.type == T_SPAWN || head.type == T_PREPARE) {
+		if (head.type == T_PREPARE)
+			prepare();
+		else
+			spawn((u32)(exe > sfd ? exe : sfd) + 1);
+		read_frame(); // of the spawner the next SPAWN, of a child its PREPARE or BIRTH
 	}
 	if (head.type != T_BIRTH)
 		die(1);

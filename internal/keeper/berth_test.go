@@ -1,0 +1,131 @@
+package keeper
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"golang.org/x/sys/unix"
+)
+
+// berthsOf are the groups that the instance's keeper has in the v2 hierarchy, each with its process 1.
+func berthsOf(instance string) map[string]int {
+	all := map[string]int{}
+	for _, p := range []string{"/sys/fs/cgroup/dsec-", "/sys/fs/cgroup/unified/dsec-"} {
+		groups, _ := filepath.Glob(p + instance + "/*/s-*/init/cgroup.procs")
+		for _, g := range groups {
+			text, _ := os.ReadFile(g)
+			pid, _ := strconv.Atoi(strings.TrimSpace(string(text)))
+			all[filepath.Dir(filepath.Dir(g))] = pid
+		}
+	}
+	return all
+}
+
+func eventually(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(longest); !done(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("never came: %s", what)
+		}
+	}
+}
+
+// Berths are made again after each birth, are no sandboxes, and are never more than said.
+func TestBerthsAreRefilled(t *testing.T) {
+	h := open(t)
+	full := func(alive int) func() bool {
+		return func() bool { return len(berthsOf(h.cfg.Instance)) == Berths+alive }
+	}
+	eventually(t, "berths at the start", full(0))
+	if l, err := h.c.List(within(t)); err != nil || len(l) != 0 {
+		t.Fatalf("sandboxes listed before any was made: %v, %v", l, err)
+	}
+	var ids []sandbox.ID
+	for range Berths + 2 {
+		ids = append(ids, h.create())
+	}
+	eventually(t, "berths beside sandboxes", full(len(ids)))
+	for _, id := range ids {
+		if err := h.c.Destroy(within(t), id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "berths after the last end", full(0))
+}
+
+// A process 1 that waits for its sandbox may die: its berth is not given.
+func TestDeadBerthsAreNotGiven(t *testing.T) {
+	h := open(t)
+	var was map[string]int
+	eventually(t, "berths", func() bool {
+		was = berthsOf(h.cfg.Instance)
+		for _, pid := range was {
+			if pid <= 0 {
+				return false
+			}
+		}
+		return len(was) == Berths
+	})
+	for _, pid := range was {
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the end of a process 1", func() bool {
+			text, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+			return len(text) == 0 || strings.Contains(string(text), ") Z ")
+		})
+	}
+	for range Berths + 1 {
+		if r := h.run(h.create(), sh("echo hi")); string(r.out) != "hi\n" {
+			t.Errorf("%q %+v", r.out, r.outcome)
+		}
+	}
+	for at := range was {
+		if _, err := os.Stat(at); err == nil {
+			t.Errorf("the group of a dead process 1 is there: %s", at)
+		}
+	}
+}
+
+// What lies below a sandbox's root is nothing of the host's, and the sandbox sees no mount of it.
+func TestNothingBelowTheRoot(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	r := h.run(id, sh("cat /proc/self/mountinfo"))
+	var at []string
+	for line := range strings.Lines(string(r.out)) {
+		f := strings.Fields(line)
+		if len(f) < 5 {
+			t.Fatalf("mountinfo: %q", line)
+		}
+		if f[4] == "/" && !strings.Contains(line, " - overlay ") {
+			t.Errorf("the root is not the sandbox's: %q", line)
+		}
+		if strings.Contains(line, h.dir) || strings.Contains(f[4], "drop") {
+			t.Errorf("a mount of the host's: %q", line)
+		}
+		at = append(at, f[4])
+	}
+	for _, want := range []string{"/", "/dev", "/dev/pts", "/dev/shm", "/proc", "/proc/sys", "/sys"} {
+		if !slices.Contains(at, want) {
+			t.Errorf("nothing is mounted at %s: %q", want, at)
+		}
+	}
+	// Seen from outside, below the root there is the base alone, with the upper's folder, which waits for its end out of reach.
+	l, err := h.c.List(within(t))
+	if err != nil || len(l) != 1 {
+		t.Fatalf("%v, %v", l, err)
+	}
+	if l[0].Born.Group == "" {
+		t.Error("the sandbox's group is not told")
+	}
+	if _, err := os.Stat(filepath.Join(l[0].Born.Group, "init")); err != nil {
+		t.Error(err)
+	}
+}
