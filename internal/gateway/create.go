@@ -2,8 +2,6 @@ package gateway
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"slices"
@@ -11,7 +9,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"google.golang.org/protobuf/proto"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/layer"
@@ -200,7 +197,7 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 	if err := spec.Validate(); err != nil {
 		return nil, nil, err
 	}
-	hash, err := requestHash(project, q)
+	hash, err := rpc.CreateHash(project, q)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -265,21 +262,6 @@ func over(env, req sandbox.Resources) sandbox.Resources {
 		}
 	}
 	return req
-}
-
-// requestHash is of the request in canonical form. The deadline is about the call, not about the sandbox.
-func requestHash(project string, q *dsecv1.CreateRequest) (string, error) {
-	deadline := q.DeadlineMs
-	q.DeadlineMs = 0
-	b, err := proto.MarshalOptions{Deterministic: true}.Marshal(q)
-	q.DeadlineMs = deadline
-	if err != nil {
-		return "", fmt.Errorf("create request: %w", err)
-	}
-	h := sha256.New()
-	h.Write([]byte(project + "\x00"))
-	h.Write(b)
-	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
 // known puts the host that already has the key or name in front. A name is unique and a key makes one sandbox over all hosts, so all are

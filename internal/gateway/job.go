@@ -60,6 +60,8 @@ func checkJob(j *dsecv1.Job) error {
 		return fmt.Errorf("lease_ms %d: 0 for none, else at most %d: %w", j.LeaseMs, sandbox.MaxLease.Milliseconds(), sandbox.ErrInvalid)
 	case j.RetentionMs < 0 || j.RetentionMs > (365*24*time.Hour).Milliseconds():
 		return fmt.Errorf("retention_ms %d: 0 for 24 h, else at most a year: %w", j.RetentionMs, sandbox.ErrInvalid)
+	case !slices.Contains([]string{"", "repeat", "never"}, j.Restore):
+		return fmt.Errorf("restore %.40q: want repeat or never: %w", j.Restore, sandbox.ErrInvalid)
 	case !slices.Contains([]string{"", "stop", "pause", "keep"}, j.OnLeaseEnd):
 		return fmt.Errorf("on_lease_end %q: want stop, pause or keep: %w", j.OnLeaseEnd, sandbox.ErrInvalid)
 	}
@@ -101,7 +103,7 @@ func (s jobs) Renew(ctx context.Context, r *connect.Request[dsecv1.RenewJobReque
 		if a.job != nil || known[0].LeaseMs == 0 {
 			continue
 		}
-		j := &dsecv1.Job{Name: known[0].Name, Project: rpc.Project(ctx), LeaseMs: known[0].LeaseMs, OnLeaseEnd: known[0].OnLeaseEnd, RetentionMs: known[0].RetentionMs}
+		j := &dsecv1.Job{Name: known[0].Name, Project: rpc.Project(ctx), LeaseMs: known[0].LeaseMs, OnLeaseEnd: known[0].OnLeaseEnd, RetentionMs: known[0].RetentionMs, Restore: known[0].Restore}
 		if _, err := a.peer.Host.PutJob(ctx, connect.NewRequest(&dsecv1.PutJobRequest{Job: j})); err != nil {
 			return nil, fmt.Errorf("renew job %s: tell host at %s: %w", j.Name, a.peer.Addr, rpc.FromError(err))
 		}

@@ -45,7 +45,7 @@ func (b *box) head(ctx context.Context, s *step, limit int64) (stdout, stderr []
 			return nil
 		}
 		p := make([]byte, n)
-		got, rerr := b.h.deps.Log.ReadOutput(ctx, b.traj, s.id, stream, 0, p)
+		got, rerr := b.h.deps.Log.ReadOutput(ctx, b.traj, s.stream(), stream, 0, p)
 		var gap *trajectory.GapError
 		if rerr != nil && rerr != io.EOF && !errors.As(rerr, &gap) {
 			err = rerr
@@ -68,7 +68,7 @@ func (b *box) readOutput(ctx context.Context, s *step, stream sandbox.StreamName
 	b.mu.Unlock()
 	r := &dsecv1.ReadOutputResponse{}
 	p := make([]byte, max(0, min(limit, maxOutput, next-offset)))
-	n, err := b.h.deps.Log.ReadOutput(ctx, b.traj, s.id, stream, offset, p)
+	n, err := b.h.deps.Log.ReadOutput(ctx, b.traj, s.stream(), stream, offset, p)
 	var gap *trajectory.GapError
 	switch {
 	case errors.As(err, &gap):
@@ -151,7 +151,7 @@ func gapEvent(stream sandbox.StreamName, from, to int64) *dsecv1.AttachResponse 
 func (b *box) feed(ctx context.Context, s *step, stream sandbox.StreamName, at *int64, to int64, late bool, send func(*dsecv1.AttachResponse) error) error {
 	for *at < to {
 		p := make([]byte, min(pieceSize, to-*at))
-		n, err := b.h.deps.Log.ReadOutput(ctx, b.traj, s.id, stream, *at, p)
+		n, err := b.h.deps.Log.ReadOutput(ctx, b.traj, s.stream(), stream, *at, p)
 		var gap *trajectory.GapError
 		switch {
 		case errors.As(err, &gap):

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
@@ -40,6 +41,13 @@ type box struct {
 	sum  string        // keyed hash of the request
 	seq  uint64        // of the create record
 
+	epoch   atomic.Uint32       // of its trajectory: what its records carry
+	call    string              // of the restore that made it; never changed once it is born
+	foreign uint64              // records up to here were written by a lost host; never changed
+	prev    *box                // whose trajectory it goes on with; never changed
+	next    atomic.Pointer[box] // that goes on with its trajectory, or tries to
+	whole   atomic.Bool         // of one that goes on with a trajectory: its restore is complete
+
 	mu      sync.Mutex
 	changed bell // state, and what waits for the number of acts
 	state   sandbox.State
@@ -55,6 +63,7 @@ type box struct {
 	abort   context.CancelFunc // of a create under way
 	// entering is set from the birth until the entrypoint was asked for.
 	entering bool
+	sealing  bool // a restore is being completed: ends of commands wait
 
 	life   sandbox.Lifetime
 	total  time.Time // deadline
@@ -82,11 +91,12 @@ type history struct {
 	steps    map[string]*step
 	order    []*step // commands, by seq
 	sessions map[string]*session
-	retries  int64 // starts under a key that had been started before
+	retries  int64            // starts under a key that had been started before
+	redos    map[string]*redo // what a restore did again, by step
 }
 
 func newHistory() *history {
-	return &history{steps: map[string]*step{}, sessions: map[string]*session{}}
+	return &history{steps: map[string]*step{}, sessions: map[string]*session{}, redos: map[string]*redo{}}
 }
 
 func (b *box) ended() bool {
@@ -103,6 +113,9 @@ func (b *box) append(recs ...trajectory.Record) (first uint64, err error) {
 	d := b.spec.Durability
 	if d == sandbox.DurabilityStore {
 		d = sandbox.DurabilityProcess
+	}
+	for i := range recs {
+		recs[i].Epoch = b.epoch.Load()
 	}
 	first, err = b.h.deps.Log.Append(b.h.life, b.traj, recs, d)
 	if err == nil && b.spec.Durability == sandbox.DurabilityStore && recs[0].Kind != trajectory.KindOutput && recs[0].Kind != trajectory.KindVoid {
@@ -245,6 +258,10 @@ func (b *box) proto() *dsecv1.Sandbox {
 		Id: string(b.id), Name: s.Name, Project: s.Project, Job: s.Job, Key: s.Key, Labels: s.Labels, Backend: s.Backend,
 		Environment: s.EnvName, Layers: s.Layers, Volumes: rpc.VolumesProto(s.Volumes), Resources: rpc.ResourcesProto(s.Resources), Network: string(s.Network),
 		User: s.User, Hostname: s.Hostname, Host: string(b.h.cfg.ID), Durability: string(s.Durability), NoNewPrivs: s.NoNewPrivs,
+		Epoch: int64(b.epoch.Load()),
+	}
+	if n := b.successor(); n != nil {
+		p.Next, p.Epoch = string(n.id), int64(b.epoch.Load())
 	}
 	p.Cwd, _ = rpc.Twin(s.Cwd)
 	b.mu.Lock()

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,9 +37,10 @@ type step struct {
 	endsAt   [3]int64 // next when the command ended: what follows is late
 	stdin    int64    // octets recorded
 	stdinEOF bool
-	taken    int64 // octets that the backend took
-	doubt    bool  // the backend could not say whether it runs
-	ending   bool  // its end, told, is being recorded
+	taken    int64  // octets that the backend took
+	log      string // name of its streams in the log where that is not its ID
+	doubt    bool   // the backend could not say whether it runs
+	ending   bool   // its end, told, is being recorded
 	told     sandbox.Outcome
 	endNoted bool // its end is in the log, and not yet in the store
 }
@@ -56,6 +58,9 @@ const (
 )
 
 func (s *step) ended() bool { return s.state == over }
+
+// stream is the name of its streams in the log.
+func (s *step) stream() string { return cmp.Or(s.log, s.id) }
 
 // finish sets the outcome and wakes who waits; the box's lock is held.
 func (s *step) finish(o sandbox.Outcome) {
@@ -79,6 +84,16 @@ func (h *Host) canonicalCommand(c *sandbox.Command) *dsecv1.StartRequest {
 	p.Id, p.Stdin = "", nil
 	h.hideSecrets(p.Env)
 	return p
+}
+
+// classless is the payload of a command without what it says of a restore: that is no part of what a key stands for. It is cleared in
+// the request.
+func classless(payload []byte, q *dsecv1.StartRequest) []byte {
+	if q.GetRestore() == "" && len(q.GetCheck()) == 0 {
+		return payload
+	}
+	q.Restore, q.Check = "", nil
+	return encode(tagCommand, q)
 }
 
 // claimStep takes an ID for a step, or finds the step that has it. Who claims must settle it: commit, or give up.
@@ -240,7 +255,7 @@ func (b *box) start(ctx context.Context, c *sandbox.Command) (s *step, existed b
 	defer in.Release()
 	req := b.h.canonicalCommand(c)
 	payload := encode(tagCommand, req)
-	sum := digest(payload, in)
+	sum := digest(classless(payload, req), in)
 	s, mine, err := b.claimStep(ctx, c.ID, tagCommand, sum)
 	if err != nil {
 		return nil, false, err

@@ -73,7 +73,9 @@ type Deps struct {
 	// LogDisk is the free space of the log's file system in octets; nil is not watched.
 	LogDisk func() (free int64, err error)
 	// Doctor says what this host can do, for its status. May be nil.
-	Doctor   func(ctx context.Context) map[string]string
+	Doctor func(ctx context.Context) map[string]string
+	// TakeOver shuts a lost host out of the store and fetches its log into a folder. Nil: this host has no store.
+	TakeOver func(ctx context.Context, host, dir string) (LostLog, error)
 	Logger   *slog.Logger
 	Registry prometheus.Registerer // nil registers nothing
 }
@@ -93,6 +95,11 @@ type Log interface {
 	Space() trajectory.Space
 	Stores() bool
 	Ship(ctx context.Context) error
+	Sync(ctx context.Context) error
+	Import(ctx context.Context, id trajectory.ID, recs []trajectory.Record) error
+	Keep(from interface {
+		OpenInput(in *trajectory.Input) (io.ReadCloser, error)
+	}, in *trajectory.Input, d sandbox.Durability) (*trajectory.Input, error)
 }
 
 // secretKey is the key under which values of secret environment entries are hashed into the log. It is made at the first start.

@@ -136,6 +136,11 @@ func (h *Host) unclaim(b *box) {
 	delete(h.boxes, b.id)
 	delete(h.alive, b.id)
 	delete(h.keys, b.traj)
+	if p := b.prev; p != nil { // a restore that failed: the trajectory is again that of the sandbox before
+		h.keys[b.traj] = p
+		p.epoch.Store(b.epoch.Load())
+		p.next.Store(nil)
+	}
 	h.freeName(b)
 	h.creating--
 	if j := h.jobs[scoped{b.spec.Project, b.spec.Job}]; j != nil {
@@ -220,7 +225,7 @@ func (h *Host) birth(b *box, be sandbox.Backend, req *dsecv1.HostCreateRequest, 
 	if stopped {
 		cancel()
 	}
-	inst, err := h.bear(ctx, b, be, req)
+	inst, err := h.bear(ctx, b, be, req, sandbox.Running)
 	switch {
 	case err == nil:
 		h.m.creates.WithLabelValues("ok").Inc()
@@ -233,8 +238,8 @@ func (h *Host) birth(b *box, be sandbox.Backend, req *dsecv1.HostCreateRequest, 
 	}
 }
 
-// bear records the create, asks the backend and records the birth. After an error nothing of the sandbox is left.
-func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1.HostCreateRequest) (sandbox.Instance, error) {
+// bear records the create, asks the backend and records the birth and the state after it. After an error nothing of the sandbox is left.
+func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1.HostCreateRequest, to sandbox.State) (sandbox.Instance, error) {
 	if err := h.births.Acquire(ctx, 1); err != nil {
 		return nil, fmt.Errorf("create %s: waiting for %d others: %w: %w", b.id, h.cfg.MaxBirths, err, sandbox.ErrExhausted)
 	}
@@ -276,7 +281,7 @@ func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1
 			b.mu.Unlock()
 		}
 	}
-	if _, err := b.append(stateRecord(sandbox.Running, "", sandbox.Cause{}, inst.Handle())); err != nil {
+	if _, err := b.append(stateRecord(to, "", sandbox.Cause{}, inst.Handle())); err != nil {
 		err = fmt.Errorf("create %s: record its birth: %w", b.id, err)
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), destroyWait)
 		defer cancel()
@@ -291,7 +296,7 @@ func (h *Host) raise(b *box, inst sandbox.Instance) {
 	h.creating--
 	h.mu.Unlock()
 	b.mu.Lock()
-	b.inst, b.state, b.abort = inst, sandbox.Running, nil
+	b.inst, b.state, b.abort, b.sealing = inst, sandbox.Running, nil, false
 	b.entering = len(b.spec.Entry) > 0 && !b.ending
 	b.last = time.Now()
 	b.arm()

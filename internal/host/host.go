@@ -43,6 +43,7 @@ type Host struct {
 	ready  chan struct{} // closed when recovery is done
 
 	loaded histories // steps of ended sandboxes that were read back
+	gone   lostLogs  // of hosts whose sandboxes were restored here
 
 	mu       sync.Mutex
 	boxes    map[sandbox.ID]*box
@@ -51,6 +52,7 @@ type Host struct {
 	names    map[scoped]*box // of those that have not ended
 	jobs     map[scoped]*job
 	tombs    map[trajectory.ID]time.Time // until when a create with that key is refused
+	restores map[trajectory.ID]*attempt  // under way, and of late
 	creating int
 	draining bool
 	closed   bool
@@ -78,7 +80,7 @@ func New(cfg Config, deps Deps) (*Host, error) {
 	h := &Host{
 		cfg: cfg, deps: deps, log: deps.Logger, secret: secret, births: semaphore.NewWeighted(int64(cfg.MaxBirths)),
 		ready: make(chan struct{}), boxes: map[sandbox.ID]*box{}, alive: map[sandbox.ID]*box{}, keys: map[trajectory.ID]*box{}, names: map[scoped]*box{},
-		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{},
+		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{}, restores: map[trajectory.ID]*attempt{},
 	}
 	h.life, h.cancel = context.WithCancel(context.Background())
 	h.m = newMetrics(h, deps.Registry)
@@ -89,6 +91,7 @@ func New(cfg Config, deps Deps) (*Host, error) {
 // Sandboxes and their commands stay; StopAll ends them before.
 func (h *Host) Run(ctx context.Context) error {
 	defer h.shut()
+	h.sweepLost()
 	if err := h.recover(ctx); err != nil {
 		if ctx.Err() != nil {
 			return nil // asked to end before it was ready; the next start goes on
@@ -119,6 +122,7 @@ func (h *Host) shut() {
 	h.mu.Unlock()
 	h.cancel()
 	h.wg.Wait()
+	h.dropAllLost()
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, j := range h.jobs {

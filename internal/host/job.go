@@ -37,9 +37,10 @@ type job struct {
 	retention     time.Duration // 0 is the host's
 	living        int
 	ended         int
-	last          time.Time // when its last sandbox ended
-	expired       time.Time // when its records were removed; zero while they are there
-	recorded      bool      // has a trajectory of its own
+	last          time.Time         // when its last sandbox ended
+	expired       time.Time         // when its records were removed; zero while they are there
+	recorded      bool              // has a trajectory of its own
+	class         sandbox.StepClass // of commands that state none; empty is decided by their network
 }
 
 func (j *job) traj() trajectory.ID { return trajectory.ID{Project: j.project, Job: j.name} }
@@ -102,6 +103,8 @@ func (h *Host) putJob(ctx context.Context, p *dsecv1.Job) (*dsecv1.Job, error) {
 		return nil, fmt.Errorf("job.lease_ms %d: want %d to %d, or 0 for none: %w", p.GetLeaseMs(), minLease.Milliseconds(), sandbox.MaxLease.Milliseconds(), sandbox.ErrInvalid)
 	case action != sandbox.EndStop && action != sandbox.EndPause && action != sandbox.EndKeep:
 		return nil, fmt.Errorf("job.on_lease_end %q: want stop, pause or keep: %w", action, sandbox.ErrInvalid)
+	case p.GetRestore() != "" && p.GetRestore() != string(sandbox.ClassRepeat) && p.GetRestore() != string(sandbox.ClassNever):
+		return nil, fmt.Errorf("job.restore %.40q: want repeat or never: %w", p.GetRestore(), sandbox.ErrInvalid)
 	case retention < 0 || retention > maxRetention:
 		return nil, fmt.Errorf("job.retention_ms %d: want 0 to %d: %w", p.GetRetentionMs(), maxRetention.Milliseconds(), sandbox.ErrInvalid)
 	}
@@ -121,12 +124,12 @@ func (h *Host) putJob(ctx context.Context, p *dsecv1.Job) (*dsecv1.Job, error) {
 		kind = trajectory.KindCreate
 	}
 	h.mu.Unlock()
-	rec := trajectory.Record{Kind: kind, Payload: encode(tagJob, &dsecv1.Job{Name: j.name, Project: j.project, LeaseMs: p.GetLeaseMs(), OnLeaseEnd: string(action), RetentionMs: p.GetRetentionMs()})}
+	rec := trajectory.Record{Kind: kind, Payload: encode(tagJob, &dsecv1.Job{Name: j.name, Project: j.project, LeaseMs: p.GetLeaseMs(), OnLeaseEnd: string(action), RetentionMs: p.GetRetentionMs(), Restore: p.GetRestore()})}
 	if err := h.appendJob(j, rec); err != nil {
 		return nil, err
 	}
 	h.mu.Lock()
-	j.lease, j.action, j.retention, j.recorded = lease, action, retention, true
+	j.lease, j.action, j.retention, j.recorded, j.class = lease, action, retention, true, sandbox.StepClass(p.GetRestore())
 	h.mu.Unlock()
 	return h.renew(ctx, name)
 }
@@ -239,7 +242,7 @@ func (h *Host) jobProto(name scoped) (*dsecv1.Job, error) {
 		Name: j.name, Project: j.project, LeaseMs: j.lease.Milliseconds(), OnLeaseEnd: string(j.action),
 		LeaseUntil: rpc.Timestamp(j.until), RetentionMs: cmp.Or(j.retention, h.cfg.Retention).Milliseconds(),
 	}
-	p.Ended = int32(j.ended)
+	p.Ended, p.Restore = int32(j.ended), string(j.class)
 	var all []*box
 	for _, b := range h.alive {
 		if inJob(name)(b) {
@@ -391,7 +394,7 @@ func (h *Host) expire(ctx context.Context) {
 	}
 	var loose []*box
 	for _, b := range h.boxes {
-		if b.spec.Job == noJob && b.overSince(now) > h.cfg.Retention {
+		if b.spec.Job == noJob && b.next.Load() == nil && b.overSince(now) > h.cfg.Retention {
 			loose = append(loose, b)
 		}
 	}
@@ -459,9 +462,12 @@ func (h *Host) forget(ctx context.Context, boxes []*box) error {
 	if len(boxes) == 0 {
 		return nil
 	}
-	ids := make([]trajectory.ID, len(boxes))
-	for i, b := range boxes {
-		ids[i] = b.traj
+	boxes = chains(boxes)
+	var ids []trajectory.ID
+	for _, b := range boxes {
+		if b.next.Load() == nil {
+			ids = append(ids, b.traj)
+		}
 	}
 	if err := h.deps.Log.Remove(ctx, ids...); err != nil {
 		return err

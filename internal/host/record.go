@@ -44,6 +44,9 @@ const (
 	tagEvent    tag = 'E' // LogRecord: kind, step, request_json as text
 	tagVerdict  tag = 'v' // Verdict
 	tagTrace    tag = 'P' // StepTrace
+	tagRedo     tag = 'D' // Redo
+	tagRestored tag = 'T' // Restored
+	tagRecalled tag = 'A' // Recalled
 )
 
 // message returns an empty message of a tag and the kind that LogService names it by.
@@ -89,6 +92,12 @@ func (t tag) message() (proto.Message, string) {
 		return &dsecv1.Verdict{}, "verdict"
 	case tagTrace:
 		return &dsecv1.StepTrace{}, "trace"
+	case tagRedo:
+		return &dsecv1.Redo{}, "redo"
+	case tagRestored:
+		return &dsecv1.Restored{}, "restored"
+	case tagRecalled:
+		return &dsecv1.Recalled{}, "recalled"
 	}
 	return nil, ""
 }
@@ -286,6 +295,9 @@ func logRecord(r *trajectory.Record, output bool) *dsecv1.LogRecord {
 		p.Verdict = m
 	case *dsecv1.StepTrace:
 		p.Trace = m
+	case *dsecv1.Redo:
+		p.Outcome, p.State = m.GetOutcome(), m.GetState()
+		p.RequestJson = jsonOf(&dsecv1.Redo{Seq: m.Seq, Differs: m.Differs, TakesOver: m.TakesOver, Verdict: m.Verdict})
 	case *dsecv1.WriteRequest:
 		if m.GetAppend() {
 			p.Kind = "append"

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"runtime"
 	"slices"
@@ -14,15 +15,22 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"google.golang.org/protobuf/proto"
+
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
-// story is what the log tells of one sandbox.
+// story is what the log tells of a trajectory: of its last sandbox, and of those before that restores replaced.
 type story struct {
 	*history
+	epoch   uint32
+	before  []*story            // sandboxes that restores replaced, the oldest first; without history
+	attempt []func(*story)      // what a restore that is not complete does; done when it is
+	ids     map[sandbox.ID]bool // of all sandboxes, also of those that never came to life
+	call    string              // of the restore that made it
 	create  *dsecv1.HostCreateRequest
 	id      sandbox.ID
 	seq     uint64 // of the create
@@ -38,6 +46,7 @@ type story struct {
 	total   time.Time       // a deadline that was set later; zero is the create's
 	loose   map[string]bool // sessions that were asked for and not told open
 	summary *dsecv1.Summary
+	foreign uint64 // records up to here are of a lost host
 	verdicts
 }
 
@@ -47,13 +56,16 @@ var (
 	lifeStory  = trajectory.Kinds(trajectory.KindCreate, trajectory.KindState, trajectory.KindPolicy, trajectory.KindVoid, trajectory.KindVerdict)
 )
 
-// tell reads a trajectory's records of some kinds. A record that the disk lost is skipped and told in the log.
-func (h *Host) tell(ctx context.Context, id trajectory.ID, kinds trajectory.KindSet) (*story, error) {
-	st := &story{history: newHistory(), loose: map[string]bool{}}
+// tell reads a trajectory's records of some kinds, up to a seq (0: all). A record that the disk lost is skipped and told in the log.
+func (h *Host) tell(ctx context.Context, id trajectory.ID, kinds trajectory.KindSet, until uint64) (*story, error) {
+	st := &story{history: newHistory(), loose: map[string]bool{}, ids: map[sandbox.ID]bool{}}
 	q := trajectory.Query{Kinds: kinds}
 	for {
 		recs, next, err := h.deps.Log.Read(ctx, id, q)
 		for i := range recs {
+			if until > 0 && recs[i].Seq >= until {
+				return st, nil
+			}
 			if err := st.add(&recs[i]); err != nil {
 				h.log.Error("read a record", "trajectory", id, "seq", recs[i].Seq, "err", err)
 			}
@@ -74,7 +86,7 @@ func (h *Host) tell(ctx context.Context, id trajectory.ID, kinds trajectory.Kind
 func (st *story) add(r *trajectory.Record) error {
 	if r.Kind == trajectory.KindVoid {
 		if sandbox.ID(r.Step) == st.id {
-			st.void = true
+			st.giveUp()
 		} else if s := st.steps[r.Step]; s != nil {
 			delete(st.steps, r.Step)
 			st.retries++
@@ -91,9 +103,28 @@ func (st *story) add(r *trajectory.Record) error {
 	if err != nil {
 		return err
 	}
+	if t != tagCreate && r.Epoch > st.epoch {
+		st.epoch = r.Epoch
+	}
+	if st.restoring() && t != tagCreate && t != tagState && t != tagVerdict {
+		st.attempt = append(st.attempt, func(st *story) { st.take(r, t, m) })
+		return nil
+	}
+	st.take(r, t, m)
+	return nil
+}
+
+// take takes in one record that was decoded.
+func (st *story) take(r *trajectory.Record, t tag, m proto.Message) {
 	switch m := m.(type) {
 	case *dsecv1.HostCreateRequest:
-		*st = story{history: newHistory(), loose: map[string]bool{}, create: m, id: sandbox.ID(r.Step), seq: r.Seq, created: r.Wall, state: sandbox.Creating}
+		st.begin(r, m)
+	case *dsecv1.Redo:
+		st.redone(r, m)
+	case *dsecv1.Restored:
+		st.call = m.GetId()
+	case *dsecv1.Recalled:
+		st.foreign = r.Seq
 	case *dsecv1.Verdict:
 		st.note(m, r.Seq, r.Wall)
 	case *dsecv1.SetLifetimeRequest:
@@ -102,7 +133,7 @@ func (st *story) add(r *trajectory.Record) error {
 			st.total = r.Wall.Add(time.Duration(ms) * time.Millisecond)
 		}
 	case *dsecv1.StartRequest:
-		s := &step{id: r.Step, act: t, sum: digest(r.Payload, r.Input), seq: r.Seq, state: working, started: r.Wall,
+		s := &step{id: r.Step, act: t, sum: digest(classless(r.Payload, m), r.Input), seq: r.Seq, state: working, started: r.Wall,
 			session: m.GetSession(), terminal: m.GetTerminal() != nil, stdinEOF: !m.GetStdinOpen()}
 		if r.Input != nil {
 			s.stdin = r.Input.Size
@@ -148,7 +179,6 @@ func (st *story) add(r *trajectory.Record) error {
 		}
 		s.state, s.started = working, r.Wall
 	}
-	return nil
 }
 
 func (st *story) end(r *trajectory.Record, o *dsecv1.Outcome, result *dsecv1.LogRecord) {
@@ -174,6 +204,14 @@ func (st *story) turn(r *trajectory.Record, m *dsecv1.LogRecord) {
 	if st.state.Ended() || st.state == sandbox.Stopping && !to.Ended() && to != sandbox.Stopping {
 		return // an end is never taken back
 	}
+	if to == sandbox.Running && st.restoring() {
+		attempt := st.attempt
+		st.attempt = nil
+		st.state = to
+		for _, do := range attempt {
+			do(st)
+		}
+	}
 	st.state, st.level = to, sandbox.PauseLevel(m.GetStep())
 	if to == sandbox.Running {
 		st.level = ""
@@ -198,8 +236,9 @@ func (h *Host) retell(id trajectory.ID, st *story) (*box, error) {
 	b := &box{
 		h: h, id: st.id, traj: id, spec: spec, sum: st.create.GetRequestHash(), seq: st.seq, state: st.state, level: st.level, cause: st.cause,
 		created: st.created, over: st.over, life: spec.Lifetime, total: st.total, last: time.Now(), history: newHistory(),
-		summary: st.summary, verdicts: st.verdicts,
+		summary: st.summary, verdicts: st.verdicts, call: st.call, foreign: st.foreign,
 	}
+	b.epoch.Store(st.epoch)
 	for _, c := range st.changes {
 		if l, err := rpc.Lifetime(c); err == nil { // was valid when it was recorded
 			merge(&b.life, l)
@@ -209,7 +248,7 @@ func (h *Host) retell(id trajectory.ID, st *story) (*box, error) {
 		b.over = time.Time{}
 		b.history = st.history
 	}
-	return b, nil
+	return b, h.retellBefore(b, st)
 }
 
 // orphan is a sandbox that lived when the last host died.
@@ -355,7 +394,7 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known
 			b, st, err := h.rereadBox(ctx, t.ID)
 			if err == nil && st != nil {
 				mu.Lock()
-				known[st.id] = true
+				maps.Copy(known, st.ids)
 				mu.Unlock()
 			}
 			if err != nil || b == nil {
@@ -382,9 +421,9 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known
 
 // rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of. The story is nil where the log does not know one.
 func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, error) {
-	st, err := h.tell(ctx, id, lifeStory)
+	st, err := h.tell(ctx, id, lifeStory, 0)
 	if err == nil && !st.void && !st.state.Ended() {
-		st, err = h.tell(ctx, id, wholeStory)
+		st, err = h.tell(ctx, id, wholeStory, 0)
 	}
 	switch {
 	case err != nil:
@@ -394,6 +433,9 @@ func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, e
 		return nil, nil, nil
 	case st.void:
 		return nil, st, nil
+	case st.id.Host() != h.cfg.ID && st.foreign == 0: // a copy of a lost host's records that was broken off
+		h.log.Warn("remove the half copy of a lost host's records", "trajectory", id)
+		return nil, st, h.deps.Log.Remove(ctx, id)
 	}
 	b, err := h.retell(id, st)
 	if err != nil {
@@ -417,7 +459,7 @@ func (h *Host) rereadJob(ctx context.Context, id trajectory.ID) error {
 		switch m := m.(type) {
 		case *dsecv1.Job:
 			j.lease, j.retention = time.Duration(m.GetLeaseMs())*time.Millisecond, time.Duration(m.GetRetentionMs())*time.Millisecond
-			j.action = sandbox.EndAction(m.GetOnLeaseEnd())
+			j.action, j.class = sandbox.EndAction(m.GetOnLeaseEnd()), sandbox.StepClass(m.GetRestore())
 		case *dsecv1.LogRecord:
 			if m.GetKind() == "expired" {
 				j.expired = rpc.Time(m.GetTime())
@@ -448,6 +490,10 @@ func (h *Host) adopt(b *box) {
 	defer h.mu.Unlock()
 	h.boxes[b.id], h.keys[b.traj] = b, b
 	j := h.jobOf(scoped{b.spec.Project, b.spec.Job})
+	for e := b.prev; e != nil; e = e.prev {
+		h.boxes[e.id] = e
+		j.ended++
+	}
 	if b.state.Ended() {
 		if j.last.Before(b.over) {
 			j.last = b.over
@@ -506,7 +552,7 @@ func (h *Host) prepare(o orphan) error {
 			continue
 		}
 		for _, stream := range bothStreams {
-			ss, err := h.deps.Log.StreamState(o.b.traj, s.id, stream)
+			ss, err := h.deps.Log.StreamState(o.b.traj, s.stream(), stream)
 			if err != nil {
 				return fmt.Errorf("state of the output of %s: %w", s.id, err)
 			}
@@ -516,6 +562,11 @@ func (h *Host) prepare(o orphan) error {
 			continue
 		}
 		o.b.active++
+	}
+	for _, r := range o.b.redos {
+		if !r.over && !r.takesOver {
+			o.b.active++
+		}
 	}
 	return nil
 }
@@ -756,7 +807,7 @@ func (b *box) load(ctx context.Context) (*history, error) {
 	if hist := b.h.loaded.get(b); hist != nil {
 		return hist, nil
 	}
-	st, err := b.h.tell(ctx, b.traj, wholeStory)
+	st, err := b.h.tell(ctx, b.traj, wholeStory, b.end())
 	if err != nil {
 		return nil, err
 	}
@@ -765,7 +816,7 @@ func (b *box) load(ctx context.Context) (*history, error) {
 			continue
 		}
 		for _, stream := range bothStreams {
-			ss, err := b.h.deps.Log.StreamState(b.traj, s.id, stream)
+			ss, err := b.h.deps.Log.StreamState(b.traj, s.stream(), stream)
 			if err != nil {
 				return nil, err
 			}

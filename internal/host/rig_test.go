@@ -26,6 +26,7 @@ type rig struct {
 	config func(*Config, *Deps)
 	fuse   *fuse       // of the running host
 	store  store.Store // of its log; nil is none
+	id     sandbox.HostID
 	// refusal takes the error of a start that is meant to fail; it has room for one.
 	refusal chan error
 
@@ -52,7 +53,10 @@ func (r *rig) start() {
 	r.t.Helper()
 	cfg := trajectory.Default(r.dir + "/log")
 	cfg.SegmentBytes, cfg.Reserve = 4<<20, 1<<20
-	cfg.Store, cfg.Host = r.store, string(testHost)
+	if r.id == "" {
+		r.id = testHost
+	}
+	cfg.Store, cfg.Host = r.store, string(r.id)
 	logger := slog.New(slog.NewTextHandler(testWriter{r.t}, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	log, err := trajectory.Open(cfg, logger)
 	if err != nil {
@@ -60,10 +64,15 @@ func (r *rig) start() {
 	}
 	r.log, r.fuse = log, &fuse{}
 	c := Default()
-	c.ID, c.Dir = testHost, r.dir
+	c.ID, c.Dir = r.id, r.dir
 	deps := Deps{
 		Backends: map[string]sandbox.Backend{"container": &fusedBackend{r.world.Connect(), r.fuse}}, Log: &fusedLog{log, r.fuse}, Logger: logger,
 		Memory: func() (int64, int64, error) { return 8 << 30, 4 << 30, nil },
+	}
+	if st := r.store; st != nil {
+		deps.TakeOver = func(ctx context.Context, host, dir string) (LostLog, error) {
+			return trajectory.TakeOver(ctx, st, host, dir, logger)
+		}
 	}
 	if r.config != nil {
 		r.config(&c, &deps)

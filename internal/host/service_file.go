@@ -132,6 +132,18 @@ func header[M any](stream *connect.ClientStream[M]) (*M, error) {
 	return stream.Msg(), nil
 }
 
+// writeHeader is what a request to write asks of the file server.
+func writeHeader(path string, q *dsecv1.WriteRequest) guest.WriteHeader {
+	h := guest.WriteHeader{
+		Path: path, Mode: q.GetMode(), SetMode: q.GetSetMode(), Parents: q.GetParents(), Append: q.GetAppend(),
+		StartOffset: q.GetStartOffset(), Modified: rpc.Time(q.GetModified()), Size: -1,
+	}
+	if q.GetSize() > 0 {
+		h.Size = q.GetSize()
+	}
+	return h
+}
+
 func (s fileService) Write(ctx context.Context, stream *connect.ClientStream[dsecv1.WriteRequest]) (*connect.Response[dsecv1.WriteResponse], error) {
 	first, err := header(stream)
 	if err != nil {
@@ -141,13 +153,7 @@ func (s fileService) Write(ctx context.Context, stream *connect.ClientStream[dse
 	if err != nil {
 		return nil, err
 	}
-	h := guest.WriteHeader{
-		Path: path, Mode: first.GetMode(), SetMode: first.GetSetMode(), Parents: first.GetParents(), Append: first.GetAppend(),
-		StartOffset: first.GetStartOffset(), Modified: rpc.Time(first.GetModified()), Size: -1,
-	}
-	if first.GetSize() > 0 {
-		h.Size = first.GetSize()
-	}
+	h := writeHeader(path, first)
 	if err := guest.CheckMode(h.Mode, false); err != nil {
 		return nil, fmt.Errorf("write %q: %w", path, err)
 	}

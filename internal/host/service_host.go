@@ -61,6 +61,11 @@ func (s hostService) FindKey(ctx context.Context, req *connect.Request[dsecv1.Fi
 	if m.GetKey() != "" {
 		b = h.keys[trajectory.ID{Project: p, Job: jobName(m.GetJob()), Key: m.GetKey()}]
 	}
+	if b == nil && m.GetSandbox() != "" {
+		if b = h.boxes[sandbox.ID(m.GetSandbox())]; b != nil && b.spec.Project != p {
+			b = nil
+		}
+	}
 	if b == nil && m.GetName() != "" {
 		b = h.names[scoped{p, m.GetName()}]
 	}

@@ -22,7 +22,7 @@ func (s logService) SetVerdict(ctx context.Context, req *connect.Request[dsecv1.
 	if err != nil {
 		return nil, err
 	}
-	v, existed, err := b.judge(ctx, m.GetVerdict())
+	v, existed, err := b.latest().judge(ctx, m.GetVerdict())
 	if err != nil {
 		return nil, err
 	}
@@ -179,7 +179,7 @@ func (h *Host) removeLogs(ctx context.Context, name string, older time.Duration)
 	}
 	if name == "" || name == noJob {
 		for _, b := range h.boxes {
-			if b.spec.Project == p && b.spec.Job == noJob && b.overFor(now, older) {
+			if b.spec.Project == p && b.spec.Job == noJob && b.next.Load() == nil && b.overFor(now, older) {
 				loose = append(loose, b)
 			}
 		}

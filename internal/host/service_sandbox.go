@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -206,6 +207,11 @@ func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLo
 	for {
 		over := b.ended() // before the read: what comes after an end is told in the next round
 		recs, next, err := h.deps.Log.Read(ctx, b.traj, q)
+		until := b.end()
+		if n := len(recs); until > 0 && n > 0 && recs[n-1].Seq >= until { // what follows is of the sandbox that went on
+			recs = slices.DeleteFunc(recs, func(r trajectory.Record) bool { return r.Seq >= until })
+			return sendRecords(stream, recs, m.GetOutput())
+		}
 		if serr := sendRecords(stream, recs, m.GetOutput()); serr != nil {
 			return serr
 		}

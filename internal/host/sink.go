@@ -68,8 +68,11 @@ func (k *sink) Output(_ context.Context, cmd string, stream sandbox.StreamName, 
 	}
 	defer b.taken()
 	b.mu.Lock()
-	next := s.next[stream]
+	next, dropped := s.next[stream], b.redos[cmd].hides()
 	b.mu.Unlock()
+	if dropped {
+		return nil // the recorded output stands
+	}
 	if offset < next { // sent again after a restart
 		if next-offset >= int64(len(data)) {
 			return nil
@@ -80,7 +83,7 @@ func (k *sink) Output(_ context.Context, cmd string, stream sandbox.StreamName, 
 	recs := one[:0]
 	for at := offset; len(data) > 0; {
 		n := min(len(data), trajectory.MaxOutput)
-		r := trajectory.Record{Kind: trajectory.KindOutput, Step: cmd, Stream: stream, Offset: at, Payload: data[:n]}
+		r := trajectory.Record{Kind: trajectory.KindOutput, Step: s.stream(), Stream: stream, Offset: at, Payload: data[:n]}
 		if late {
 			r.Flags = trajectory.Late
 		}
@@ -108,6 +111,9 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 		return nil
 	}
 	defer b.taken()
+	if again, err := b.redoEnded(s, o); again {
+		return err
+	}
 	b.mu.Lock()
 	ended, noted := s.ended(), s.endNoted
 	if o.Started.IsZero() {

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -32,17 +33,24 @@ func outputLimit(n int64) (int64, error) {
 	return n, nil
 }
 
-var stepKinds = trajectory.Kinds(trajectory.KindStepStart, trajectory.KindStepEnd, trajectory.KindVoid, trajectory.KindSignal)
+var stepKinds = trajectory.Kinds(trajectory.KindStepStart, trajectory.KindStepEnd, trajectory.KindVoid, trajectory.KindSignal, trajectory.KindRedo,
+	trajectory.KindState, trajectory.KindCreate)
 
 // walk yields the steps of a trajectory in the order of their ends, then those that have none yet. It reads the log page by page and
 // holds only what is under way; outputs are read up to limit octets a stream.
 func (b *box) walk(ctx context.Context, limit int64, requests bool, yield func(*dsecv1.Step) error) error {
-	open := map[string]*dsecv1.Step{}
+	w := &walker{b: b, open: map[string]*dsecv1.Step{}, limit: limit, requests: requests, yield: yield, logs: map[string]string{}}
+	open := w.open
 	q := trajectory.Query{Kinds: stepKinds}
+	until := b.end()
 	for {
 		recs, next, err := b.h.deps.Log.Read(ctx, b.traj, q)
 		for i := range recs {
-			if err := b.walkRecord(ctx, &recs[i], open, limit, requests, yield); err != nil {
+			if until > 0 && recs[i].Seq >= until {
+				recs, next, err = nil, 0, nil
+				break
+			}
+			if err := w.record(ctx, &recs[i]); err != nil {
 				return err
 			}
 		}
@@ -68,29 +76,101 @@ func (b *box) walk(ctx context.Context, limit int64, requests bool, yield func(*
 	}
 }
 
-func (b *box) walkRecord(ctx context.Context, r *trajectory.Record, open map[string]*dsecv1.Step, limit int64, requests bool, yield func(*dsecv1.Step) error) error {
+// walker is where a walk through a trajectory is.
+type walker struct {
+	b        *box
+	open     map[string]*dsecv1.Step
+	limit    int64
+	requests bool
+	yield    func(*dsecv1.Step) error
+	attempt  []trajectory.Record // of a restore that is not known to be complete
+	logs     map[string]string   // streams of commands that restores took over, by step
+}
+
+// settle takes in what a restore that is complete did with steps whose ends are not known: its records tell of them from here on.
+func (w *walker) settle(ctx context.Context) error {
+	attempt := w.attempt
+	w.attempt = nil
+	for i := range attempt {
+		r := &attempt[i]
+		_, m, err := decode(r.Payload)
+		d, ok := m.(*dsecv1.Redo)
+		if err != nil || !ok || !d.GetTakesOver() {
+			continue
+		}
+		if d.GetState() != redoEnded {
+			start, err := w.b.recordAt(ctx, uint64(d.GetSeq()))
+			if err != nil {
+				return err
+			}
+			w.open[r.Step] = stepOf(&start, w.requests)
+			w.logs[r.Step] = redoStream(r.Step, r.Epoch)
+			continue
+		}
+		s := w.open[r.Step]
+		if s == nil {
+			continue
+		}
+		delete(w.open, r.Step)
+		s.State, s.Outcome = "ended", d.GetOutcome()
+		if err := w.outputs(ctx, s); err != nil {
+			return err
+		}
+		if err := w.yield(s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *walker) outputs(ctx context.Context, s *dsecv1.Step) (err error) {
+	if w.limit == 0 || s.Kind != "command" {
+		return nil
+	}
+	name := cmp.Or(w.logs[s.Id], s.Id)
+	if s.Stdout, err = w.b.headOf(ctx, name, sandbox.Stdout, min(w.limit, s.Outcome.GetStdout().GetTotal())); err != nil {
+		return err
+	}
+	s.Stderr, err = w.b.headOf(ctx, name, sandbox.Stderr, min(w.limit, s.Outcome.GetStderr().GetTotal()))
+	return err
+}
+
+func (w *walker) record(ctx context.Context, r *trajectory.Record) error {
+	open := w.open
 	switch r.Kind {
+	case trajectory.KindRedo:
+		w.attempt = append(w.attempt, *r)
+	case trajectory.KindState:
+		t, m, err := decode(r.Payload)
+		if l, ok := m.(*dsecv1.LogRecord); err == nil && ok && t == tagState && l.GetState() == string(sandbox.Running) {
+			return w.settle(ctx)
+		} else if t == tagCreate {
+			w.attempt = nil
+		}
 	case trajectory.KindVoid:
+		if _, err := sandbox.ParseID(r.Step); err == nil {
+			w.attempt = nil
+		}
 		delete(open, r.Step)
 	case trajectory.KindSignal:
 		_, m, err := decode(r.Payload)
 		if q, ok := m.(*dsecv1.SignalRequest); err == nil && ok && q.GetStep() != "" {
-			s := stepOf(r, requests)
+			s := stepOf(r, w.requests)
 			s.Id, s.State, s.Outcome = q.GetStep(), "ended", &dsecv1.Outcome{Kind: string(sandbox.Exited)}
-			return yield(s)
+			return w.yield(s)
 		}
 	case trajectory.KindStepStart:
-		open[r.Step] = stepOf(r, requests)
+		open[r.Step] = stepOf(r, w.requests)
 	case trajectory.KindStepEnd:
 		s := open[r.Step]
 		if s == nil { // the record of its start is lost
 			s = &dsecv1.Step{Id: r.Step}
 		}
 		delete(open, r.Step)
-		if err := b.howEnded(ctx, r, s, limit); err != nil {
+		if err := w.howEnded(ctx, r, s); err != nil {
 			return err
 		}
-		return yield(s)
+		return w.yield(s)
 	}
 	return nil
 }
@@ -121,7 +201,7 @@ func stepOf(r *trajectory.Record, requests bool) *dsecv1.Step {
 }
 
 // howEnded fills in how a step ended.
-func (b *box) howEnded(ctx context.Context, r *trajectory.Record, s *dsecv1.Step, limit int64) error {
+func (w *walker) howEnded(ctx context.Context, r *trajectory.Record, s *dsecv1.Step) error {
 	s.State = "ended"
 	if in := r.Input; in != nil {
 		s.InputSize, s.InputSha256, s.Input = in.Size, hex.EncodeToString(in.SHA256[:]), in.Kept.String()
@@ -143,14 +223,7 @@ func (b *box) howEnded(ctx context.Context, r *trajectory.Record, s *dsecv1.Step
 	if s.Outcome.GetKind() == string(sandbox.Unknown) {
 		s.State = "unknown"
 	}
-	if limit == 0 || s.Kind != "command" {
-		return nil
-	}
-	if s.Stdout, err = b.headOf(ctx, s.Id, sandbox.Stdout, min(limit, s.Outcome.GetStdout().GetTotal())); err != nil {
-		return err
-	}
-	s.Stderr, err = b.headOf(ctx, s.Id, sandbox.Stderr, min(limit, s.Outcome.GetStderr().GetTotal()))
-	return err
+	return w.outputs(ctx, s)
 }
 
 // headOf reads the first n octets of a stream, as far as they are there without a gap or damage.
@@ -268,6 +341,15 @@ func (h *Host) matching(ctx context.Context, f *dsecv1.TrajectoryFilter) ([]*box
 	return slices.DeleteFunc(all, func(b *box) bool {
 		b.mu.Lock()
 		defer b.mu.Unlock()
+		for _, l := range f.GetWithoutLabels() {
+			if _, has := b.spec.Labels[l]; has {
+				return true
+			}
+		}
+		// Of a trajectory that was restored the last sandbox tells, unless another is named.
+		if b.next.Load() != nil && !slices.Contains(f.GetSandboxes(), string(b.id)) && b.successor() != nil {
+			return true
+		}
 		return f.GetEnded() && !b.state.Ended() || reward != nil && !reward(b.verdict)
 	}), nil
 }

@@ -269,6 +269,7 @@ func Command(p *dsecv1.StartRequest) (*sandbox.Command, error) {
 	return &sandbox.Command{
 		ID: p.GetId(), Argv: argv, Session: p.GetSession(), Text: text, Env: env, SecretEnv: secret, Cwd: cwd, User: p.GetUser(),
 		Stdin: p.GetStdin(), StdinOpen: p.GetStdinOpen(), Terminal: size, Timeout: timeout, OutputCap: p.GetOutputCap(),
+		Class: sandbox.StepClass(p.GetRestore()), Check: p.GetCheck(),
 	}, nil
 }
 
@@ -277,6 +278,7 @@ func StartRequest(c *sandbox.Command) *dsecv1.StartRequest {
 	p := &dsecv1.StartRequest{
 		Id: c.ID, Session: c.Session, Env: EnvVars(c.Env, c.SecretEnv), User: c.User, Stdin: c.Stdin, StdinOpen: c.StdinOpen,
 		Terminal: SizeProto(c.Terminal), TimeoutMs: c.Timeout.Milliseconds(), OutputCap: c.OutputCap,
+		Restore: string(c.Class), Check: c.Check,
 	}
 	p.Argv, p.ArgvRaw = TwinLists(c.Argv)
 	p.Text, p.TextRaw = Twin(c.Text)

@@ -30,7 +30,19 @@ type Command struct {
 	Terminal  *Size         `json:"terminal,omitempty"`
 	Timeout   time.Duration `json:"timeout,omitempty"` // counts only time in which the sandbox runs; 0 is none
 	OutputCap int64         `json:"output_cap,omitempty"`
+	// Class says what a restore does with it; empty takes the job's. Check is the check of ClassVerify.
+	Class StepClass `json:"-"`
+	Check []string  `json:"-"`
 }
+
+// StepClass says what a restore of a sandbox does with a step that was done before.
+type StepClass string
+
+const (
+	ClassRepeat StepClass = "repeat" // done again
+	ClassVerify StepClass = "verify" // a check decides
+	ClassNever  StepClass = "never"  // the caller is asked
+)
 
 // Size of a terminal in characters.
 type Size struct {
@@ -70,6 +82,23 @@ func (c *Command) Validate() error {
 	}
 	if c.Timeout < 0 {
 		return fmt.Errorf("timeout %v: must not be negative: %w", c.Timeout, ErrInvalid)
+	}
+	return c.validateClass()
+}
+
+func (c *Command) validateClass() error {
+	switch {
+	case c.Class != "" && c.Class != ClassRepeat && c.Class != ClassVerify && c.Class != ClassNever:
+		return fmt.Errorf("restore %.40q: want repeat, verify or never: %w", c.Class, ErrInvalid)
+	case (c.Class == ClassVerify) != (len(c.Check) > 0):
+		return fmt.Errorf("check: goes with restore %q, and that with it: %w", ClassVerify, ErrInvalid)
+	}
+	if len(c.Check) == 0 {
+		return nil
+	}
+	check := Command{ID: "check", Argv: c.Check, Cwd: "/"}
+	if err := check.validateArgv(); err != nil {
+		return fmt.Errorf("check: %w", err)
 	}
 	return nil
 }

@@ -113,6 +113,7 @@ type placing struct {
 	crcs   []uint32
 	remove []uint64 // numbers; instead of recs
 	spare  bool     // may use the reserve
+	keep   bool     // times stay as they are
 }
 
 // maxUnsealed bounds the full segments that wait for their seal: what is not synced, and footers in memory.
@@ -310,7 +311,9 @@ func (l *Log) place(p *placing) (first uint64) {
 	first = t.next
 	for i := range p.recs {
 		r := p.recs[i]
-		r.Seq, r.Wall, r.Mono = t.next, wall, mono
+		if r.Seq = t.next; !p.keep {
+			r.Wall, r.Mono = wall, mono
+		}
 		b := l.batchFor(p.cost(i))
 		t.epoch = r.Epoch
 		if epoch, ok := b.seg.bound[t.num]; !ok || epoch != r.Epoch {

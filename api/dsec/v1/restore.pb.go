@@ -234,7 +234,7 @@ func (x *RestoredStep) GetCanRepeat() bool {
 type RestoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// restored: the sandbox takes commands. asks: nothing was done, answer by skip, repeat and secrets. diverged: a step came to something
-	// else and nothing is left of the attempt. restoring: call again. failed: see error.
+	// else and nothing is left of the attempt. restoring: call again.
 	State         string                 `protobuf:"bytes,1,opt,name=state,proto3" json:"state,omitempty"`
 	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
 	Sandbox       *Sandbox               `protobuf:"bytes,3,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
@@ -252,8 +252,6 @@ type RestoreResponse struct {
 	SkippedSteps  int64                  `protobuf:"varint,15,opt,name=skipped_steps,json=skippedSteps,proto3" json:"skipped_steps,omitempty"`
 	Running       []string               `protobuf:"bytes,16,rep,name=running,proto3" json:"running,omitempty"` // steps that had no end and run again
 	Notes         []string               `protobuf:"bytes,17,rep,name=notes,proto3" json:"notes,omitempty"`
-	Error         string                 `protobuf:"bytes,18,opt,name=error,proto3" json:"error,omitempty"`
-	Code          string                 `protobuf:"bytes,19,opt,name=code,proto3" json:"code,omitempty"` // of the error
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -405,20 +403,6 @@ func (x *RestoreResponse) GetNotes() []string {
 		return x.Notes
 	}
 	return nil
-}
-
-func (x *RestoreResponse) GetError() string {
-	if x != nil {
-		return x.Error
-	}
-	return ""
-}
-
-func (x *RestoreResponse) GetCode() string {
-	if x != nil {
-		return x.Code
-	}
-	return ""
 }
 
 type HostRestoreRequest struct {
@@ -729,7 +713,7 @@ const file_dsec_v1_restore_proto_rawDesc = "" +
 	"\x05class\x18\x04 \x01(\tR\x05class\x12\x10\n" +
 	"\x03why\x18\x05 \x01(\tR\x03why\x12\x1d\n" +
 	"\n" +
-	"can_repeat\x18\x06 \x01(\bR\tcanRepeat\"\xc9\x04\n" +
+	"can_repeat\x18\x06 \x01(\bR\tcanRepeat\"\x9f\x04\n" +
 	"\x0fRestoreResponse\x12\x14\n" +
 	"\x05state\x18\x01 \x01(\tR\x05state\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12*\n" +
@@ -748,9 +732,7 @@ const file_dsec_v1_restore_proto_rawDesc = "" +
 	"\x0erepeated_steps\x18\x0e \x01(\x03R\rrepeatedSteps\x12#\n" +
 	"\rskipped_steps\x18\x0f \x01(\x03R\fskippedSteps\x12\x18\n" +
 	"\arunning\x18\x10 \x03(\tR\arunning\x12\x14\n" +
-	"\x05notes\x18\x11 \x03(\tR\x05notes\x12\x14\n" +
-	"\x05error\x18\x12 \x01(\tR\x05error\x12\x12\n" +
-	"\x04code\x18\x13 \x01(\tR\x04code\"\x81\x01\n" +
+	"\x05notes\x18\x11 \x03(\tR\x05notes\"\x81\x01\n" +
 	"\x12HostRestoreRequest\x121\n" +
 	"\arequest\x18\x01 \x01(\v2\x17.dsec.v1.RestoreRequestR\arequest\x12\x1b\n" +
 	"\tlost_host\x18\x02 \x01(\tR\blostHost\x12\x1b\n" +

@@ -245,7 +245,7 @@ func (c *command) sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// run interprets the words: true, false, exit N, echo A..., err A..., print N, sleep D, cat, hang, env, pwd, size,
+// run interprets the words: true, false, exit N, echo A..., err A..., print N, sleep D, cat, hang, env, pwd, size, id,
 // late D (ends, then prints after D). Several may follow each other, separated by ";". A session's text is split at spaces.
 func (c *command) run() {
 	words := c.req.Argv
@@ -333,6 +333,8 @@ func (c *command) words(ctx context.Context, words []string) (sandbox.Outcome, f
 			c.write(sandbox.Stdout, bytes.Repeat([]byte("x"), arg()), false)
 		case "env":
 			c.write(sandbox.Stdout, []byte(strings.Join(sandbox.MergeEnv(c.x.spec.Env, c.req.Env), "\n")+"\n"), false)
+		case "id":
+			c.write(sandbox.Stdout, []byte(string(c.x.id)+"\n"), false)
 		case "pwd":
 			c.write(sandbox.Stdout, []byte(c.req.Cwd+"\n"), false)
 		case "size":
