@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -39,15 +40,18 @@ type Options struct {
 	Hostname    string
 	Entrypoint  []string
 	BestEffort  bool
-	NoNewPrivs  bool
-	Durability  string            // process | host
-	Volumes     map[string]string // path -> layer (id, name or name@version) that is seen there, read-only
-	Deadline    time.Duration
+	Backend     string // container (default), microvm or vm
+	// AllowDegraded takes a microvm or vm on a host without hardware acceleration, where code runs translated.
+	AllowDegraded bool
+	NoNewPrivs    bool
+	Durability    string            // process | host
+	Volumes       map[string]string // path -> layer (id, name or name@version) that is seen there, read-only
+	Deadline      time.Duration
 }
 
 func (o *Options) request() *dsecv1.CreateRequest {
 	r := &dsecv1.CreateRequest{
-		Environment: o.Environment, Layers: o.Layers, Image: o.Image, Pull: o.Pull, ImageEntrypoint: o.ImageEntry, Backend: "container", Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
+		Environment: o.Environment, Layers: o.Layers, Image: o.Image, Pull: o.Pull, ImageEntrypoint: o.ImageEntry, Backend: cmp.Or(o.Backend, "container"), AllowDegraded: o.AllowDegraded, Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
 		Network: o.Network, User: o.User, Env: envVars(o.Env, nil), Hostname: o.Hostname, Entrypoint: o.Entrypoint,
 		BestEffort: o.BestEffort, NoNewPrivs: o.NoNewPrivs, Durability: o.Durability, DeadlineMs: o.Deadline.Milliseconds(),
 		Resources: &dsecv1.Resources{Memory: o.Memory, Disk: o.Disk, Pids: o.Pids, CpuMilli: int64(o.CPU * 1000), CpuWeight: o.CPUWeight},

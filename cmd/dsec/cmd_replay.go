@@ -160,7 +160,7 @@ func (p *player) lookAhead(ctx context.Context) error {
 		return errors.New("the record of its creation is lost")
 	}
 	p.options = client.Options{Layers: spec.Layers, Network: spec.Network, User: spec.User, Cwd: octetsOf(spec.Cwd, spec.CwdRaw), Hostname: spec.Hostname,
-		Entrypoint: spec.Entrypoint, NoNewPrivs: spec.NoNewPrivs, BestEffort: spec.BestEffort, Env: map[string]string{},
+		Entrypoint: spec.Entrypoint, NoNewPrivs: spec.NoNewPrivs, BestEffort: spec.BestEffort, Backend: spec.Backend, AllowDegraded: spec.AllowDegraded, Env: map[string]string{},
 		Labels: map[string]string{replayLabel: p.was.ID}}
 	if r := spec.Resources; r != nil {
 		p.options.Memory, p.options.Disk, p.options.Pids, p.options.CPU, p.options.CPUWeight = r.Memory, r.Disk, r.Pids, float64(r.CpuMilli)/1000, r.CpuWeight

@@ -40,6 +40,8 @@ type sandboxFlags struct {
 	Volume     []string          `short:"v" help:"Layer seen read-only at a path; repeat." placeholder:"LAYER:/PATH" sep:"none"`
 	NoNewPrivs bool              `help:"Setuid programs gain nothing."`
 	BestEffort bool              `help:"Yield the CPU to other sandboxes."`
+	Backend    string            `help:"container (default), microvm or vm." default:"" placeholder:"NAME"`
+	Degraded   bool              `name:"allow-degraded" help:"Of microvm and vm: take a host without hardware acceleration, where code runs translated."`
 }
 
 func (f *sandboxFlags) options() (client.Options, error) {
@@ -65,7 +67,7 @@ func (f *sandboxFlags) options() (client.Options, error) {
 	}
 	return client.Options{Environment: f.Env, Volumes: volumes, Layers: f.Layer, Image: f.Image, Pull: f.Pull, ImageEntry: f.ImageEntry, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
 		Disk: int64(f.Disk), Pids: f.Pids, CPU: f.CPU, Idle: f.Idle, Total: f.Total, OnIdle: f.OnIdle, Network: f.Net, User: f.User, Cwd: f.Cwd,
-		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort}, nil
+		Env: f.Var, NoNewPrivs: f.NoNewPrivs, BestEffort: f.BestEffort, Backend: f.Backend, AllowDegraded: f.Degraded}, nil
 }
 
 // fetch imports the image before the create, whose deadline is made for starting sandboxes, and shows how far it is.

@@ -108,7 +108,9 @@ type Spec struct {
 	NoNewPrivs bool       `json:"no_new_privs,omitempty"`
 	Durability Durability `json:"durability"`
 	Volumes    []Volume   `json:"volumes,omitempty"`
-	Trace      TraceLevel `json:"trace,omitempty"`
+	// AllowDegraded takes a machine that is translated, where the host has no hardware acceleration.
+	AllowDegraded bool       `json:"allow_degraded,omitempty"`
+	Trace         TraceLevel `json:"trace,omitempty"`
 	// Volatile are clean absolute paths of caches and the like.
 	Volatile []string `json:"volatile,omitempty"`
 }

@@ -71,6 +71,7 @@ var ranks = []struct {
 	{"internal/rpc", 3},
 	{"internal/fncall", 4},
 	{"internal/keeper", 4},
+	{"internal/vmm", 4},
 	{"internal/blob", 4},
 	{"internal/backend", 5},
 	{"internal/host", 6},

@@ -148,6 +148,7 @@ type Spec struct {
 	NoNewPrivs    bool                   `protobuf:"varint,19,opt,name=no_new_privs,json=noNewPrivs,proto3" json:"no_new_privs,omitempty"`
 	Durability    string                 `protobuf:"bytes,20,opt,name=durability,proto3" json:"durability,omitempty"`
 	Volumes       []*Volume              `protobuf:"bytes,21,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	AllowDegraded bool                   `protobuf:"varint,22,opt,name=allow_degraded,json=allowDegraded,proto3" json:"allow_degraded,omitempty"`
 	Trace         string                 `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`
 	VolatilePaths []string               `protobuf:"bytes,51,rep,name=volatile_paths,json=volatilePaths,proto3" json:"volatile_paths,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -329,6 +330,13 @@ func (x *Spec) GetVolumes() []*Volume {
 		return x.Volumes
 	}
 	return nil
+}
+
+func (x *Spec) GetAllowDegraded() bool {
+	if x != nil {
+		return x.AllowDegraded
+	}
+	return false
 }
 
 func (x *Spec) GetTrace() string {
@@ -719,7 +727,7 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x1a\n" +
 	"\bprotocol\x18\x02 \x01(\x05R\bprotocol\x12!\n" +
 	"\fprotocol_min\x18\x03 \x01(\x05R\vprotocolMin\x12\x12\n" +
-	"\x04role\x18\x04 \x01(\tR\x04role\"\xfe\x05\n" +
+	"\x04role\x18\x04 \x01(\tR\x04role\"\xa5\x06\n" +
 	"\x04Spec\x12\x18\n" +
 	"\aproject\x18\x01 \x01(\tR\aproject\x12\x10\n" +
 	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
@@ -748,7 +756,8 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\n" +
 	"durability\x18\x14 \x01(\tR\n" +
 	"durability\x12)\n" +
-	"\avolumes\x18\x15 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12\x14\n" +
+	"\avolumes\x18\x15 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12%\n" +
+	"\x0eallow_degraded\x18\x16 \x01(\bR\rallowDegraded\x12\x14\n" +
 	"\x05trace\x182 \x01(\tR\x05trace\x12%\n" +
 	"\x0evolatile_paths\x183 \x03(\tR\rvolatilePaths\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +

@@ -113,14 +113,14 @@ def create_body(
     idle: Optional[float] = None, total: Optional[float] = None, on_idle: str = "", network: str = "", user: str = "", cwd: Octets = "",
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), hostname: str = "", entrypoint: Sequence[Octets] = (),
     best_effort: bool = False, no_new_privs: bool = False, durability: str = "", deadline: Optional[float] = None,
-    volumes: Optional[Mapping[str, str]] = None,
+    volumes: Optional[Mapping[str, str]] = None, allow_degraded: bool = False,
 ) -> JSON:
     if isinstance(layers, (str, bytes)) or isinstance(entrypoint, (str, bytes)):
         raise Invalid("layers and entrypoint: want a list, not one string")
     body = without_empty({
         "environment": environment, "layers": list(layers), "image": image, "pull": pull, "image_entrypoint": image_entrypoint, "backend": backend, "job": job, "key": key, "name": name,
         "labels": dict(labels or {}), "network": network, "user": user, "env": env_vars(env, secret_env), "hostname": hostname,
-        "entrypoint": [text_of(e, f"entrypoint[{i}]") for i, e in enumerate(entrypoint)], "best_effort": best_effort,
+        "entrypoint": [text_of(e, f"entrypoint[{i}]") for i, e in enumerate(entrypoint)], "best_effort": best_effort, "allow_degraded": allow_degraded,
         "no_new_privs": no_new_privs, "durability": durability, "deadline_ms": milliseconds(deadline, "deadline"),
         "volumes": [{"layer": layer, "path": at} for at, layer in sorted((volumes or {}).items())],
         "resources": resources_body(memory, disk, pids, cpu, cpu_weight), "lifetime": lifetime_body(idle, total, on_idle),

@@ -17,7 +17,6 @@ class CreateOptions(TypedDict, total=False):
     image: str  # OCI reference, as python:3.12; imported when it is not there
     pull: str  # of image: missing (default) | always
     image_entrypoint: bool  # start the image's entrypoint and command; their end ends the sandbox
-    backend: str
     job: str
     key: str  # idempotency key, unique in the job: the same key and request again answers the same sandbox
     name: str  # a DNS label, unique among the project's living sandboxes
@@ -38,6 +37,8 @@ class CreateOptions(TypedDict, total=False):
     hostname: str
     entrypoint: Sequence[str]  # started after birth; its end ends the sandbox
     best_effort: bool
+    backend: str  # container (default) | microvm | vm
+    allow_degraded: bool  # microvm and vm: take a host without hardware acceleration, where code runs translated
     no_new_privs: bool
     durability: str  # process | host | store
     volumes: Mapping[str, str]  # path -> layer that is seen there, read-only
