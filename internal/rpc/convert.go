@@ -205,7 +205,7 @@ func Spec(p *dsecv1.Spec) (*sandbox.Spec, error) {
 		Backend: p.GetBackend(), Layers: p.GetLayers(), EnvName: p.GetEnvironment(), Env: env,
 		User: p.GetUser(), Cwd: cwd, Hostname: p.GetHostname(), Entry: p.GetEntrypoint(),
 		Resources: res, Lifetime: life, Network: sandbox.NetworkMode(p.GetNetwork()),
-		BestEffort: p.GetBestEffort(), NoNewPrivs: p.GetNoNewPrivs(), Durability: sandbox.Durability(p.GetDurability()),
+		BestEffort: p.GetBestEffort(), NoNewPrivs: p.GetNoNewPrivs(), AllowDegraded: p.GetAllowDegraded(), Durability: sandbox.Durability(p.GetDurability()),
 		Volumes: Volumes(p.GetVolumes()), Trace: sandbox.TraceLevel(p.GetTrace()), Volatile: p.GetVolatilePaths(),
 	}, nil
 }
@@ -233,7 +233,7 @@ func SpecProto(s *sandbox.Spec, secret []string) *dsecv1.Spec {
 		Backend: s.Backend, Layers: s.Layers, Environment: s.EnvName, Env: EnvVars(s.Env, secret),
 		User: s.User, Hostname: s.Hostname, Entrypoint: s.Entry,
 		Resources: ResourcesProto(s.Resources), Lifetime: LifetimeProto(s.Lifetime), Network: string(s.Network),
-		BestEffort: s.BestEffort, NoNewPrivs: s.NoNewPrivs, Durability: string(s.Durability),
+		BestEffort: s.BestEffort, NoNewPrivs: s.NoNewPrivs, AllowDegraded: s.AllowDegraded, Durability: string(s.Durability),
 		Volumes: VolumesProto(s.Volumes), Trace: string(s.Trace), VolatilePaths: s.Volatile,
 	}
 	p.Cwd, p.CwdRaw = Twin(s.Cwd)
