@@ -34,6 +34,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
+	"github.com/dsec-dev/dsec/internal/trace"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -58,6 +59,7 @@ type hostFlags struct {
 type machine struct {
 	host    *host.Host
 	backend *container.Backend
+	trace   *trace.Source
 	log     *trajectory.Log
 	pool    *upper.Pool
 	layers  *blob.Layers
@@ -130,7 +132,8 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 			return nil, err
 		}
 	}
-	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger}); err != nil {
+	m.trace = trace.NewSource(logger)
+	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger, Trace: m.trace}); err != nil {
 		return nil, err
 	}
 	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {
@@ -139,9 +142,23 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	m.host, err = host.New(hc, host.Deps{
 		Backends: map[string]sandbox.Backend{"container": m.backend},
 		Log:      m.log, Disk: m.pool.Free, LogDisk: func() (int64, error) { return freeSpace(p.State) },
-		Logger: logger, Registry: reg,
+		Logger: logger, Registry: reg, TakeOver: takeOver(lc.Store, logger),
 	})
 	return m, err
+}
+
+// takeOver fetches logs of lost hosts from the store that the host's own goes to; nil where it goes to none.
+func takeOver(st store.Store, logger *slog.Logger) func(context.Context, string, string) (host.LostLog, error) {
+	if st == nil {
+		return nil
+	}
+	return func(ctx context.Context, id, dir string) (host.LostLog, error) {
+		l, err := trajectory.TakeOver(ctx, st, id, dir, logger)
+		if err != nil {
+			return nil, err
+		}
+		return l, nil
+	}
 }
 
 func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (container.Config, error) {
@@ -241,6 +258,7 @@ func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...
 	inner.Go(func() error { return m.log.Run(run) })
 	inner.Go(func() error { return m.pool.Run(run) })
 	inner.Go(func() error { return m.backend.Run(run) })
+	inner.Go(func() error { return m.trace.Run(run) })
 	if m.blobs != nil {
 		inner.Go(func() error { return m.blobs.Run(run) })
 	}

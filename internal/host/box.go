@@ -77,6 +77,8 @@ type box struct {
 	timer  *time.Timer
 	wakeAt time.Time // when timer fires
 
+	tracing tracing // of what its steps did
+
 	summary *dsecv1.Summary // once it has ended; never changed
 	verdicts
 

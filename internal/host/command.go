@@ -125,6 +125,7 @@ func (b *box) giveUp(s *step, err error) {
 		delete(b.steps, s.id)
 	}
 	s.state, s.err = voided, err
+	delete(b.tracing.live, s)
 	s.changed.ring()
 	b.mu.Unlock()
 }
@@ -292,6 +293,7 @@ func (b *box) start(ctx context.Context, c *sandbox.Command) (s *step, existed b
 
 // launch records a command's start and starts it. From use to the command's end it counts as activity.
 func (b *box) launch(s *step, c *sandbox.Command, inst sandbox.Instance, rec trajectory.Record) error {
+	b.traceBegin(s)
 	s.started, s.session, s.terminal = time.Now(), c.Session, c.Terminal != nil
 	s.stdin, s.taken, s.stdinEOF = int64(len(c.Stdin)), int64(len(c.Stdin)), !c.StdinOpen
 	seq, err := b.append(rec)

@@ -60,6 +60,7 @@ func (b *box) once(ctx context.Context, key string, t tag, req proto.Message, d 
 
 // beginStep records the start of a claimed step.
 func (b *box) beginStep(s *step, payload []byte) error {
+	b.traceBegin(s)
 	s.started = time.Now()
 	seq, err := b.append(trajectory.Record{Kind: trajectory.KindStepStart, Step: s.id, Payload: payload})
 	if err != nil {
@@ -126,6 +127,7 @@ func (b *box) endStep(s *step, r *dsecv1.LogRecord, in *trajectory.Input, err er
 		s.finish(o)
 	}
 	b.mu.Unlock()
+	b.traceEnd(s, "")
 	return r, err
 }
 

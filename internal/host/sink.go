@@ -149,6 +149,7 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 		b.rest()
 	}
 	b.mu.Unlock()
+	b.traceEnd(s, o.Group)
 	if cmd == entrypoint && len(b.spec.Entry) > 0 {
 		b.entryEnded(o)
 	}

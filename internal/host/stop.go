@@ -64,6 +64,7 @@ func (h *Host) finish(b *box) {
 		}
 	}
 	b.closeFiles()
+	b.traceLast()
 	used := b.lastStats(inst)
 	if inst != nil && !h.destroy(b, inst) {
 		return

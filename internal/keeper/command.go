@@ -520,6 +520,10 @@ func (c *command) settle(o sandbox.Outcome) {
 	if o.Kind == sandbox.Signalled && o.Signal == int(unix.SIGKILL) && o.MemoryHit {
 		o.Kind = sandbox.OutOfMemory
 	}
+	o.Group = c.group
+	if c.place != nil {
+		o.Group = c.place.group
+	}
 	c.outcome = o
 	c.mu.Unlock()
 

@@ -3,6 +3,8 @@ package trace
 import (
 	"net/netip"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Process is a program that was started.
@@ -30,4 +32,31 @@ type Connection struct {
 	To   netip.AddrPort
 	At   time.Duration
 	Pid  int64
+}
+
+// Ask is a question about a step that has just ended.
+type Ask struct {
+	From  time.Time // when it began
+	Group string    // that its processes ran in, as the backend calls it; "" of steps without
+	Files bool      // compare files too
+}
+
+// Answer is what there is to say of a step.
+type Answer struct {
+	Files    *Files // nil where it was not asked for, or can't be told
+	Seen     *Seen  // nil where the kernel does not tell
+	Pressure *Pressure
+	Lacking  []string // what can't be told, each with the reason
+}
+
+// Pressure is the time in which some process of the sandbox waited, since it was last asked for.
+type Pressure struct{ CPU, Memory, IO time.Duration }
+
+// SinceBoot is the clock that events carry.
+func SinceBoot() time.Duration {
+	var t unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &t) != nil {
+		return 0
+	}
+	return time.Duration(t.Nano())
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trace"
 )
 
 // Config of the driver. Two instances on one machine differ in all of Instance, StateDir, RunDir and the uid range.
@@ -96,6 +97,7 @@ type Deps struct {
 	Layers Layers
 	Uppers Uppers
 	Log    *slog.Logger
+	Trace  *trace.Source // of what processes do; nil tells nothing of them
 }
 
 // Backend is the driver. It implements sandbox.Backend.
@@ -104,6 +106,8 @@ type Backend struct {
 	layers Layers
 	uppers Uppers
 	log    *slog.Logger
+	trace  *trace.Source
+	names  trace.Budget // that all traced sandboxes remember
 	slots  *slots
 	net    *network
 	mounts *layerMounts
@@ -142,7 +146,7 @@ func New(cfg Config, deps Deps) (*Backend, error) {
 		return nil, fmt.Errorf("container: %w", err)
 	}
 	return &Backend{
-		cfg: cfg, layers: deps.Layers, uppers: deps.Uppers, log: deps.Log, slots: s, net: n,
+		cfg: cfg, layers: deps.Layers, uppers: deps.Uppers, log: deps.Log, trace: deps.Trace, names: trace.Budget{Most: 1 << 20}, slots: s, net: n,
 		mounts: newLayerMounts(), changed: make(chan struct{}), boxes: map[sandbox.ID]*instance{},
 	}, nil
 }

@@ -64,6 +64,7 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 		return nil, fmt.Errorf("create %s: %w", id, err)
 	}
 	x.setState(living)
+	x.beginTrace(ctx)
 	return x, nil
 }
 

@@ -51,6 +51,8 @@ type instance struct {
 	state  instanceState
 	frozen bool
 	ends   map[string]sandbox.Outcome // of commands that Destroy ended
+
+	tracing *tracing // nil: not traced
 }
 
 var _ sandbox.Instance = (*instance)(nil)
