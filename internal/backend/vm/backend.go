@@ -1,0 +1,444 @@
+package vm
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/blob"
+	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+)
+
+// Config of a backend. Two on one machine differ in Name or Instance, in both folders and in the uid range.
+type Config struct {
+	Name     string // microvm or vm
+	Instance string // names everything on the host: 1 to 24 of a-z 0-9
+	Host     string // identity of the host
+	StateDir string // disks
+	RunDir   string // sockets, gone with a restart of the machine
+	Kernel   string // folder of the guests' kernel (vmm.OpenKernel)
+	// Guest is the program that is process 1 of the machines.
+	Guest *os.File
+	// Warden is the program and the first arguments that make it a warden; empty: this program with "warden".
+	Warden []string
+	// UIDBase is the first of Slots host uids that monitors run as.
+	UIDBase uint32
+	Slots   int
+	// Seccomp and Events are the filters of commands and of process 1 of a sandbox (keeper.Birth).
+	Seccomp, Events []byte
+	// NoTemplates boots every machine.
+	NoTemplates bool
+	QEMU        string // program; empty: of the path
+}
+
+// Defaults of the uid range: above that of containers, in what systemd keeps free (its UIDS-GIDS.md).
+const (
+	DefaultUIDBase = 0x7fb00000
+	DefaultSlots   = 2000
+)
+
+// Layers is what the backend needs of the catalogue.
+type Layers interface {
+	Files(ctx context.Context, id layer.ID) (blob.LayerFiles, error)
+	Flatten(ctx context.Context, ids []layer.ID) (layer.Descriptor, error)
+	ImportUpper(ctx context.Context, project, upper string, opt layer.Options) (layer.Descriptor, error)
+}
+
+// Deps of the backend.
+type Deps struct {
+	Layers  Layers
+	Verdict vmm.Verdict // of /dev/kvm
+	Log     *slog.Logger
+}
+
+var instancePattern = regexp.MustCompile(`^[a-z0-9]{1,24}$`)
+
+// Backend makes sandboxes in machines. It implements sandbox.Backend.
+type Backend struct {
+	cfg    Config
+	layers Layers
+	log    *slog.Logger
+	kernel *vmm.Kernel
+	warden *warden.Client
+	driver vmm.Driver
+	slots  *slots
+	flat   *flats
+	disks  *disks
+	models *templates
+
+	life context.Context // of what serves sandboxes; ends with Run
+	end  context.CancelFunc
+	work sync.WaitGroup
+	up   chan struct{} // closed when Run has begun
+
+	mu     sync.Mutex
+	boxes  map[sandbox.ID]*instance
+	called bool // the warden lives, as far as we know
+}
+
+var _ sandbox.Backend = (*Backend)(nil)
+
+// New looks for a monitor and a kernel: ErrUnsupported with the reason where there is none. It starts nothing.
+func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
+	if cfg.Name != "microvm" && cfg.Name != "vm" {
+		return nil, fmt.Errorf("backend %q: want microvm or vm: %w", cfg.Name, sandbox.ErrInvalid)
+	}
+	fail := func(err error) (*Backend, error) { return nil, fmt.Errorf("%s: %w", cfg.Name, err) }
+	if !instancePattern.MatchString(cfg.Instance) || !filepath.IsAbs(cfg.StateDir) || !filepath.IsAbs(cfg.RunDir) {
+		return fail(fmt.Errorf("instance %q, folders %q and %q: %w", cfg.Instance, cfg.StateDir, cfg.RunDir, sandbox.ErrInvalid))
+	}
+	if cfg.UIDBase == 0 {
+		cfg.UIDBase = DefaultUIDBase
+	}
+	if cfg.Slots == 0 {
+		cfg.Slots = DefaultSlots
+	}
+	if len(cfg.Warden) == 0 {
+		exe, err := os.Executable()
+		if err != nil {
+			return fail(err)
+		}
+		cfg.Warden = []string{exe, "warden"}
+	}
+	if cfg.Guest == nil {
+		return fail(fmt.Errorf("this build has no dsec-guest-vm: %w", sandbox.ErrUnsupported))
+	}
+	for _, d := range []string{cfg.StateDir, cfg.RunDir} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return fail(err)
+		}
+	}
+	b := &Backend{cfg: cfg, layers: deps.Layers, log: deps.Log.With("backend", cfg.Name), warden: warden.NewClient(cfg.RunDir), slots: newSlots(cfg.Slots),
+		boxes: map[sandbox.ID]*instance{}, up: make(chan struct{})}
+	driver, err := vmm.NewQEMU(ctx, vmm.QEMUConfig{Program: cfg.QEMU, Verdict: deps.Verdict, Warden: b.warden})
+	if err != nil {
+		return fail(err)
+	}
+	b.driver = driver
+	guest, err := vmm.Reopen(cfg.Guest)
+	if err != nil {
+		return fail(err)
+	}
+	defer guest.Close()
+	if b.kernel, err = vmm.OpenKernel(cfg.Kernel, guest); err != nil {
+		return fail(err)
+	}
+	b.flat = newFlats(deps.Layers)
+	if b.disks, err = newDisks(cfg.StateDir); err != nil {
+		b.kernel.Close()
+		return fail(err)
+	}
+	b.models = newTemplates(b)
+	b.life, b.end = context.WithCancel(context.Background())
+	return b, nil
+}
+
+// machine is the machine type that the backend asks for.
+func (b *Backend) machine() string {
+	if b.cfg.Name == "vm" {
+		return "q35"
+	}
+	return "microvm"
+}
+
+// Capabilities of the backend.
+func (b *Backend) Capabilities() sandbox.Capabilities {
+	f := b.driver.Features()
+	c := sandbox.Capabilities{
+		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen}, Networks: []string{string(sandbox.NetworkNone)},
+		Terminal: true, Sessions: true, Ports: true,
+		Features: map[string]string{"driver": f.Driver + " " + f.Version, "accelerator": string(f.Accelerator), "kernel": b.kernel.Release},
+	}
+	if f.Degraded {
+		c.Features["degraded"] = degradedWhy(f)
+	}
+	c.Features["network.open"] = "this backend has no network open yet"
+	maps.Copy(c.Features, f.Why)
+	return c
+}
+
+func degradedWhy(f vmm.Features) string {
+	why := f.Why["kvm"]
+	if why == "" {
+		why = "no hardware acceleration"
+	}
+	return string(f.Accelerator) + ": about ten times slower, and QEMU does not treat it as a wall by itself (" + why + ")"
+}
+
+// Run serves until the context ends; machines go on.
+func (b *Backend) Run(ctx context.Context) error {
+	close(b.up)
+	defer b.kernel.Close()
+	for ctx.Err() == nil {
+		if _, err := os.Stat(filepath.Join(b.cfg.RunDir, warden.SocketName)); err == nil {
+			if err := b.warden.Watch(ctx, b.monitorEnded); err != nil {
+				b.lostWarden(ctx)
+			}
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+	b.end()
+	b.work.Wait()
+	return nil
+}
+
+// WaitReady returns when Run has begun.
+func (b *Backend) WaitReady(ctx context.Context) error {
+	select {
+	case <-b.up:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// call has a warden live.
+func (b *Backend) call(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	_, err := warden.Spawn(ctx, b.cfg.Warden[0], b.cfg.Warden[1:], b.cfg.RunDir, b.cfg.Instance)
+	return err
+}
+
+// monitorEnded is told of each monitor that ended.
+func (b *Backend) monitorEnded(a warden.Alive) {
+	b.mu.Lock()
+	var x *instance
+	for _, y := range b.boxes {
+		if monitorID(y.id) == a.ID {
+			x = y
+		}
+	}
+	b.mu.Unlock()
+	if x != nil {
+		x.monitorEnded(a)
+	}
+}
+
+// lostWarden looks whether the warden died: then all machines did.
+func (b *Backend) lostWarden(ctx context.Context) {
+	if _, err := b.warden.List(ctx); err == nil || ctx.Err() != nil {
+		return
+	}
+	b.mu.Lock()
+	boxes := slices.Collect(maps.Values(b.boxes))
+	b.mu.Unlock()
+	for _, x := range boxes {
+		if x.isLiving() {
+			x.ended(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "keeper_lost", Detail: "the process that holds the machines of this host died"})
+		}
+	}
+	b.models.forget()
+}
+
+// monitorID names the monitor of a sandbox: IDs are unique for ever.
+func monitorID(id sandbox.ID) string { return string(id) }
+
+func (b *Backend) register(x *instance) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.boxes[x.id] != nil {
+		return fmt.Errorf("sandbox %s: %w", x.id, sandbox.ErrExists)
+	}
+	b.boxes[x.id] = x
+	return nil
+}
+
+func (b *Backend) unregister(x *instance) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.boxes[x.id] == x {
+		delete(b.boxes, x.id)
+	}
+}
+
+// Sweep ends and removes everything of this instance that belongs to none of the living.
+func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
+	keep := map[string]bool{}
+	for id := range living {
+		keep[string(id)] = true
+	}
+	b.mu.Lock()
+	for id := range b.boxes {
+		keep[string(id)] = true
+	}
+	b.mu.Unlock()
+	var errs []error
+	list, err := b.warden.List(ctx)
+	if errors.Is(err, sandbox.ErrLost) {
+		// No warden lives; what a dead one left is its cgroups.
+		if err = warden.Sweep(b.cfg.RunDir, b.cfg.Instance); errors.Is(err, sandbox.ErrExists) {
+			err = nil
+		}
+	}
+	errs = append(errs, err)
+	for _, a := range list {
+		if keep[a.ID] || b.models.owns(a.ID) {
+			continue
+		}
+		errs = append(errs, b.warden.Kill(ctx, a.ID), b.warden.Forget(ctx, a.ID))
+	}
+	dirs, err := os.ReadDir(b.cfg.RunDir)
+	errs = append(errs, err)
+	for _, d := range dirs {
+		if d.IsDir() && !keep[d.Name()] && !b.models.owns(d.Name()) {
+			errs = append(errs, os.RemoveAll(filepath.Join(b.cfg.RunDir, d.Name())))
+		}
+	}
+	errs = append(errs, b.disks.sweep(keep))
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("%s: sweep: %w", b.cfg.Name, err)
+	}
+	return nil
+}
+
+// Release ends the warden and with it templates. It is refused while sandboxes live.
+func (b *Backend) Release(ctx context.Context) error {
+	b.mu.Lock()
+	n := len(b.boxes)
+	b.mu.Unlock()
+	if n > 0 {
+		return fmt.Errorf("%s: %d sandboxes live: %w", b.cfg.Name, n, sandbox.ErrState)
+	}
+	b.models.forget()
+	err := b.warden.Shutdown(ctx)
+	if errors.Is(err, sandbox.ErrLost) {
+		err = nil
+	}
+	// It tells that it ends and then does: its cgroups are gone after that.
+	for end := time.Now().Add(20 * time.Second); err == nil; {
+		err = warden.Sweep(b.cfg.RunDir, b.cfg.Instance)
+		if err == nil || !errors.Is(err, sandbox.ErrExists) || time.Now().After(end) {
+			break
+		}
+		err = nil
+		time.Sleep(5 * time.Millisecond)
+	}
+	return err
+}
+
+// LayersInUse are the layers that machines have as disks.
+func (b *Backend) LayersInUse() []string { return b.flat.inUse() }
+
+// Held names what the backend holds for sandboxes.
+func (b *Backend) Held() []string {
+	out := b.slots.names()
+	b.mu.Lock()
+	for id := range b.boxes {
+		out = append(out, "sandbox "+string(id))
+	}
+	b.mu.Unlock()
+	disks, err := b.disks.list()
+	if err != nil {
+		out = append(out, err.Error())
+	}
+	for _, d := range disks {
+		out = append(out, "disk of "+d)
+	}
+	list, err := b.warden.List(context.Background())
+	if err == nil {
+		for _, a := range list {
+			if !b.models.owns(a.ID) {
+				out = append(out, "monitor "+a.ID)
+			}
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// handle is what a restarted daemon needs of a machine.
+type handle struct {
+	Version  int               `json:"version"`
+	Slot     int               `json:"slot"`
+	Memory   int64             `json:"memory"` // of the machine, octets
+	Disk     int64             `json:"disk"`   // limit of its writable disk
+	Layer    string            `json:"layer"`  // the flat image
+	Template string            `json:"template,omitempty"`
+	Laid     map[string]string `json:"laid,omitempty"`
+}
+
+const handleVersion = 1
+
+func (h handle) check(slots int) error {
+	if h.Version != handleVersion || h.Slot < 0 || h.Slot >= slots || h.Layer == "" {
+		return fmt.Errorf("its handle is of version %d, slot %d, layer %q: %w", h.Version, h.Slot, h.Layer, sandbox.ErrInvalid)
+	}
+	return nil
+}
+
+func parseHandle(text []byte, slots int) (h handle, err error) {
+	if err := json.Unmarshal(text, &h); err != nil {
+		return h, fmt.Errorf("its handle is not one of ours (%v): %w", err, sandbox.ErrInvalid)
+	}
+	return h, h.check(slots)
+}
+
+// slots hands out the uids of monitors.
+type slots struct {
+	mu   sync.Mutex
+	used map[int]sandbox.ID
+	n    int
+	next int
+}
+
+func newSlots(n int) *slots { return &slots{n: n, used: map[int]sandbox.ID{}} }
+
+func (s *slots) take(id sandbox.ID) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for range s.n {
+		k := s.next
+		s.next = (s.next + 1) % s.n
+		if _, ok := s.used[k]; !ok {
+			s.used[k] = id
+			return k, nil
+		}
+	}
+	return 0, fmt.Errorf("uids of monitors: all %d are in use: %w", s.n, sandbox.ErrExhausted)
+}
+
+func (s *slots) claim(k int, id sandbox.ID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if have, ok := s.used[k]; ok && have != id {
+		return fmt.Errorf("uid slot %d belongs to %s: %w", k, have, sandbox.ErrExists)
+	}
+	s.used[k] = id
+	return nil
+}
+
+func (s *slots) release(k int, id sandbox.ID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.used[k] == id {
+		delete(s.used, k)
+	}
+}
+
+func (s *slots) names() (out []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for k, id := range s.used {
+		if !strings.HasPrefix(string(id), templatePrefix) {
+			out = append(out, fmt.Sprintf("uid slot %d of %s", k, id))
+		}
+	}
+	return out
+}

@@ -1,0 +1,100 @@
+package vm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+)
+
+// Recover takes a sandbox back whose machine outlived the host daemon. One that its deadline ended meanwhile is taken back too, to be told.
+func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec, text []byte, sink sandbox.Sink) (sandbox.Instance, error) {
+	fail := func(err error) (sandbox.Instance, error) { return nil, fmt.Errorf("recover %s: %w", id, err) }
+	h, err := parseHandle(text, b.cfg.Slots)
+	if err != nil {
+		return fail(err)
+	}
+	x := newInstance(b, id, spec, sink)
+	x.h, x.handle = h, bytes.Clone(text)
+	monitor, err := b.monitor(ctx, id)
+	if err != nil {
+		return fail(err)
+	}
+	if err := b.register(x); err != nil {
+		return fail(err)
+	}
+	x.undo.push("forget the sandbox", func(context.Context) error { b.unregister(x); return nil })
+	if err := b.slots.claim(h.Slot, id); err != nil {
+		x.undo.run(ctx)
+		return fail(err)
+	}
+	x.undo.push("release uid slot", func(context.Context) error { b.slots.release(h.Slot, id); return nil })
+	b.flat.hold(layer.ID(h.Layer))
+	x.undo.push("release the image", func(context.Context) error { b.flat.release(layer.ID(h.Layer)); return nil })
+	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(id)) })
+	x.undo.push("remove the folder", func(context.Context) error { return os.RemoveAll(x.dir()) })
+	x.undo.push("end the machine", x.endMachine)
+	if monitor != nil && monitor.Ended && monitor.Why == "deadline" {
+		x.setState(living)
+		x.ended(totalCause)
+		return x, nil
+	}
+	if err = b.takeBack(ctx, x, monitor); err != nil {
+		x.setState(undone)
+		if e := x.undo.run(ctx); e != nil {
+			return fail(fmt.Errorf("remove its remains: %w", e))
+		}
+		return fail(err)
+	}
+	x.setState(living)
+	x.serve()
+	return x, nil
+}
+
+// monitor is what the warden knows of a sandbox's monitor; nil when it knows nothing.
+func (b *Backend) monitor(ctx context.Context, id sandbox.ID) (*warden.Alive, error) {
+	list, err := b.warden.List(ctx)
+	if errors.Is(err, sandbox.ErrLost) || errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	for _, a := range list {
+		if a.ID == monitorID(id) {
+			return &a, nil
+		}
+	}
+	return nil, nil
+}
+
+func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Alive) error {
+	if monitor == nil || monitor.Ended {
+		return fmt.Errorf("its machine is gone: %w", sandbox.ErrLost)
+	}
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	vm, err := b.driver.Find(ctx, monitorID(x.id), x.dir())
+	if err != nil {
+		return err
+	}
+	x.vm = vm
+	s, err := vm.Status(ctx)
+	if err != nil {
+		return err
+	}
+	switch s {
+	case "running": // its guest is found by the one that keeps the conversation
+	case "paused":
+		x.frozen = true
+	default:
+		return fmt.Errorf("its machine %s: %w", s, sandbox.ErrLost)
+	}
+	return nil
+}
