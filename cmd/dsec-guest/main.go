@@ -27,7 +27,7 @@ func main() {
 		fail(err)
 	}
 	conn := 3
-	if len(os.Args) == 2 { // the keeper has only the three standard descriptors to give
+	if len(os.Args) >= 2 { // the keeper has only the three standard descriptors to give
 		n, err := strconv.Atoi(os.Args[1])
 		if err != nil {
 			fail(err)
@@ -38,6 +38,13 @@ func main() {
 		fail(os.NewSyscallError("descriptor "+strconv.Itoa(conn)+" must be a connected socket", err))
 	}
 	syscall.CloseOnExec(conn)
+	if len(os.Args) == 3 {
+		signal.Ignore(syscall.SIGPIPE)
+		if err := dial(conn, os.Args[2]); err != nil {
+			fail(err)
+		}
+		return
+	}
 	// Set before NewFile, which then lets the runtime's poller wait for it.
 	if err := syscall.SetNonblock(conn, true); err != nil {
 		fail(err)

@@ -58,7 +58,25 @@ type Birth struct {
 	Events []byte
 	// Volumes are mounted layers that are seen read-only at their paths.
 	Volumes []sandbox.Volume
+	// Runtime starts process 1 in a container of its own making; nil: the keeper does.
+	Runtime *Runtime
 }
+
+// Runtime is an OCI runtime and what it is to make of a birth.
+type Runtime struct {
+	Kind    string // RuntimeCrun, RuntimeRunc or RuntimeRunsc
+	Program string // absolute path
+	// Config is the bundle's config.json. In its text "@BUNDLE@" stands for the bundle's folder, in which the keeper lays: rootfs (the
+	// composed root), shm, dev and sys (what every sandbox has there), netns, programs (with dsec-init) and v0, v1, ... (volumes).
+	Config []byte
+}
+
+// Kinds of runtimes.
+const (
+	RuntimeCrun  = "crun"
+	RuntimeRunc  = "runc"
+	RuntimeRunsc = "runsc" // gVisor: the sandbox has a kernel of its own
+)
 
 // DefaultCaps are the capabilities of a command run as root: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
 // net_bind_service, net_raw, sys_chroot, sys_ptrace, audit_write and setfcap. They hold in the sandbox's user

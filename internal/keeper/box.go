@@ -37,31 +37,34 @@ type box struct {
 	pid   int        // of process 1, our child until gone is closed
 	netns *netns
 	lent  bool          // the host was given the network namespace: something of it may live on
+	inner bool          // its kernel is its own: process 1 makes the groups of commands, and no descriptor comes out
 	gone  chan struct{} // closed when process 1 is reaped and nothing of the sandbox runs
 
 	settled chan struct{}      // closed when create has returned, or has undone what it did
 	abort   context.CancelFunc // ends a birth under way
 
-	mu       sync.Mutex
-	grp      *group // of its berth, once it has one
-	nextNum  uint64
-	byNum    map[uint64]*command
-	cmds     map[string]*command
-	known    map[[16]byte]struct{} // every command ever started
-	dirty    []*command            // may have something to send
-	sessions map[string]*session
-	endings  []*ending // of sessions, in order
-	denials  denials
-	frozen   bool
-	ready    bool           // born
-	dead     bool           // process 1 has ended
-	killed   *sandbox.Cause // why we killed it
-	swept    bool           // everything in it was killed, once: the kernel kills also what is being born meanwhile
-	cause    *sandbox.Cause // set at the end
-	causeOut outState
-	timers   map[DeadlineKind]*time.Timer
-	removed  bool // Destroy has begun: nothing is sent any more
-	wait     sync.WaitGroup
+	mu        sync.Mutex
+	grp       *group // of its berth, once it has one
+	nextNum   uint64
+	byNum     map[uint64]*command
+	cmds      map[string]*command
+	known     map[[16]byte]struct{}  // every command ever started
+	lastGroup int                    // number of the group that process 1 was last told to make
+	asked     map[uint64]chan uint32 // GROUP frames that are not answered
+	dirty     []*command             // may have something to send
+	sessions  map[string]*session
+	endings   []*ending // of sessions, in order
+	denials   denials
+	frozen    bool
+	ready     bool           // born
+	dead      bool           // process 1 has ended
+	killed    *sandbox.Cause // why we killed it
+	swept     bool           // everything in it was killed, once: the kernel kills also what is being born meanwhile
+	cause     *sandbox.Cause // set at the end
+	causeOut  outState
+	timers    map[DeadlineKind]*time.Timer
+	removed   bool // Destroy has begun: nothing is sent any more
+	wait      sync.WaitGroup
 }
 
 // outState is how far an event has come.
@@ -91,6 +94,10 @@ func (k *Keeper) create(ctx context.Context, birth *Birth, parent int) (*Born, e
 		known: map[[16]byte]struct{}{}, sessions: map[string]*session{}, timers: map[DeadlineKind]*time.Timer{}, nextNum: 1,
 		grp: &group{g: k.cg, class: class, id: string(birth.ID), files: k.recent.files()}}
 	b.birth.Seccomp, b.birth.Events = nil, nil
+	if birth.Runtime != nil {
+		b.inner = birth.Runtime.Kind == RuntimeRunsc
+		b.birth.Runtime = &Runtime{Kind: birth.Runtime.Kind, Program: birth.Runtime.Program}
+	}
 	ctx, b.abort = context.WithCancel(ctx)
 	defer b.abort()
 	defer close(b.settled)
@@ -124,6 +131,17 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 	if err != nil {
 		unix.Close(parent)
 		return err
+	}
+	if birth.Runtime != nil {
+		b.grp.owner, b.grp.res = int(birth.UIDBase)+idsPerSandbox, hostLimits(birth)
+		if err = b.grp.make(); err == nil {
+			err = b.grp.settle()
+		}
+		if err != nil {
+			unix.Close(parent)
+			return err
+		}
+		return b.bearByRuntime(ctx, birth, sl, parent)
 	}
 	bt, again, err := k.takeBerth(ctx, b.grp.class)
 	if err != nil {
@@ -182,14 +200,18 @@ func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {
 		o.fd("events", fd)
 	}
 	o.fd("userns", sl.user)
-	m := wire.Birth{UID: birth.UIDBase + idsPerSandbox, Ops: o.list, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
+	return b.tellBirth(birth, birth.UIDBase+idsPerSandbox, o.list, o.fds)
+}
+
+func (b *box) tellBirth(birth *Birth, uid uint32, ops []string, fds []int) error {
+	m := wire.Birth{UID: uid, Ops: ops, Filter: birth.Seccomp, Caps: birth.Caps, Env: birth.Env, Rlimits: b.k.rlimits()}
 	if birth.NoNewPrivs {
 		m.Flags |= wire.BirthNoNewPrivs
 	}
 	if err := b.ctl.SetDeadline(time.Now().Add(birthBound)); err != nil {
 		return err
 	}
-	if err := b.ctl.Send(wire.TBirth, 0, m, o.fds...); err != nil {
+	if err := b.ctl.Send(wire.TBirth, 0, m, fds...); err != nil {
 		return fmt.Errorf("send birth: %w", err)
 	}
 	return nil
@@ -287,8 +309,12 @@ func (b *box) control() {
 // tell sends process 1 a frame. One that takes nothing for so long is broken, and with it its sandbox: without the bound its
 // requests, and a host that comes back, would wait for ever.
 func (b *box) tell(t wire.Type, num uint64, m interface{ Append([]byte) []byte }, fds ...int) error {
+	return b.tellFrame(wire.Frame{Type: t, ID: num, Body: m.Append(nil), FDs: fds})
+}
+
+func (b *box) tellFrame(f wire.Frame) error {
 	b.ctl.SetWriteDeadline(time.Now().Add(tellBound))
-	err := b.ctl.Send(t, num, m, fds...)
+	err := b.ctl.WriteFrame(f)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		b.finish(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "process 1 hangs"})
 	}
@@ -304,6 +330,9 @@ func (b *box) guestFrame(f wire.Frame) error {
 		f.CloseFDs()
 		if f.Type == wire.TPong {
 			return nil
+		}
+		if f.Type == wire.TGrouped {
+			return b.grouped(f)
 		}
 		return fmt.Errorf("%s for command %d, which does not run: %w", f.Type, f.ID, wire.ErrFormat)
 	}
@@ -328,7 +357,7 @@ func (b *box) guestFrame(f wire.Frame) error {
 		if err != nil {
 			return err
 		}
-		return c.onExited(m)
+		return c.onExited(m, f.Flags&wire.ExitedRefused != 0)
 	case wire.TListener:
 		f.CloseFDs() // notification is not asked for; a closed listener answers ENOSYS
 		return nil
@@ -357,10 +386,14 @@ func (b *box) bury(why error) {
 	switch {
 	case b.killed != nil:
 		cause = *b.killed
-	case ws.Signaled() && ws.Signal() == unix.SIGKILL && b.grp.oomKills() > 0:
+	case (b.inner || ws.Signaled() && ws.Signal() == unix.SIGKILL) && b.grp.oomKills() > 0:
 		cause = sandbox.Cause{Class: sandbox.ClassLimit, Reason: "memory", Detail: "the kernel killed process 1 for the memory limit"}
 	}
 	b.cause, b.causeOut = &cause, outPending
+	for _, answer := range b.asked {
+		close(answer)
+	}
+	b.asked = nil
 	var cmds []*command
 	for _, c := range b.byNum {
 		cmds = append(cmds, c)
@@ -494,6 +527,11 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 		return fmt.Errorf("destroy %s: %w", id, err)
 	}
 	b.wait.Wait() // its readers: their files are closed
+	if b.birth.Runtime != nil {
+		if err := k.dropBundle(b, time.Until(end)); err != nil {
+			return fmt.Errorf("destroy %s: %w", id, err)
+		}
+	}
 	k.mu.Lock()
 	if k.boxes[id] == b {
 		delete(k.boxes, id)
@@ -550,6 +588,24 @@ func (b *box) stats() (sandbox.Stats, error) {
 		return sandbox.Stats{}, fmt.Errorf("sandbox %s is going or coming: %w", b.id, sandbox.ErrState)
 	}
 	return b.grp.stats(), nil
+}
+
+// figures is stats with the number of processes, which only process 1 knows where the kernel is the sandbox's own.
+func (b *box) figures() (sandbox.Stats, error) {
+	s, err := b.stats()
+	if err != nil || !b.inner {
+		return s, err
+	}
+	b.mu.Lock()
+	frozen := b.frozen
+	b.mu.Unlock()
+	s.Pids = -1
+	if !frozen {
+		if n, err := b.askGroup("", wire.GroupCount, 0); err == nil {
+			s.Pids = int64(n)
+		}
+	}
+	return s, nil
 }
 
 func (k *Keeper) list() *listResponse {

@@ -28,6 +28,8 @@ type cgroups struct {
 	v1   map[string]string // controller -> mount point, of those that are not in v2
 	in2  map[string]bool   // controllers in v2
 	swap bool              // v1: memory.memsw exists
+	// mounts are where all hierarchies are mounted.
+	mounts []string
 	// ready are the controllers that a sandbox's limits use, on v1, with their mount points.
 	limits []string
 	// dirs are descriptors of the classes' folders, by class and controller ("" for v2): from there it is half the way to a file of a
@@ -53,6 +55,9 @@ func findCgroups(name, mountinfo string) (*cgroups, error) {
 		a, b := strings.Fields(pre), strings.Fields(post)
 		if !ok || len(a) < 5 || len(b) < 3 || a[3] != "/" {
 			continue
+		}
+		if b[0] == "cgroup" || b[0] == "cgroup2" {
+			g.mounts = append(g.mounts, a[4])
 		}
 		switch b[0] {
 		case "cgroup2":

@@ -28,6 +28,9 @@ type command struct {
 	onStart func(wire.Started)    // of a hidden one, before begun is closed
 	onEnd   func(sandbox.Outcome) // of a hidden one
 	before  map[process]bool      // of a session's command: the processes in its group at its start
+	relay   bool                  // it has a terminal that process 1 carries; guarded by mu
+	refused bool                  // process 1 says that a fork was refused; guarded by mu
+	spent   time.Duration         // time that its process used, where its group can't tell; guarded by mu
 
 	mu        sync.Mutex
 	out, err  *stream // err is nil for a terminal
@@ -60,7 +63,7 @@ type counters struct {
 
 func (b *box) counters(group string) counters {
 	c := counters{oom: b.grp.oomKills(), refused: b.grp.forksRefused()}
-	if group != "" {
+	if group != "" && !b.inner {
 		c.cpu = b.grp.cpu(group)
 	}
 	return c
@@ -156,7 +159,7 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 		if known := b.grp.quiet; known.epoch == b.grp.epoch {
 			c.quiet = &known
 		}
-		group, c.since, err = b.grp.take()
+		group, c.since, err = b.takeGroup()
 	} else {
 		c.shared = true
 	}
@@ -179,6 +182,16 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 	if req.Terminal != nil {
 		m.Flags |= wire.StartTerminal
 		m.Rows, m.Cols = req.Terminal.Rows, req.Terminal.Cols
+	}
+	if req.Terminal != nil && b.inner {
+		m.Flags |= wire.StartRelay
+		if far, err = c.relayed(req); err != nil {
+			b.giveBack(c)
+			return err
+		}
+		fds = far
+		c.in.first(b)
+	} else if req.Terminal != nil {
 		c.in = newInput(nil, req)
 	} else if fds == nil {
 		if far, err = c.pipes(req); err != nil {
@@ -187,18 +200,23 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 		}
 		fds = far
 	}
-	at, err := b.grp.open(group)
-	if err != nil {
-		b.giveBack(c)
-		return err
+	at := -1
+	if !b.inner {
+		if at, err = b.grp.open(group); err != nil {
+			b.giveBack(c)
+			return err
+		}
+		defer unix.Close(at)
+	} else {
+		m.Flags &^= wire.StartCgroupNS
 	}
-	defer unix.Close(at)
 	c.mu.Lock()
 	c.outcome.Started = time.Now()
 	c.left = req.Timeout
 	c.clockLocked(true)
 	c.mu.Unlock()
-	if err := b.tell(wire.TStart, c.num, m, wire.StartFDs(at, fds...)...); err != nil {
+	f := wire.Frame{Type: wire.TStart, Flags: uint16(innerNumber(group)), ID: c.num, Body: m.Append(nil), FDs: wire.StartFDs(at, fds...)}
+	if err := b.tellFrame(f); err != nil {
 		b.giveBack(c)
 		return fmt.Errorf("send START: %w", err)
 	}
@@ -241,7 +259,7 @@ func (c *command) begin() {
 		base = b.counters(c.group)
 	}
 	switch {
-	case shared:
+	case shared, b.inner: // of the sandbox's memory a step's can't be told apart, or not from its kernel's
 	case c.quiet != nil && c.quiet.epoch == 0:
 		base.peak = true // the sandbox's first: the maximum so far is that of its birth
 	default:
@@ -264,7 +282,7 @@ func (b *box) giveBack(c *command) {
 	b.mu.Lock()
 	delete(b.byNum, c.num)
 	if c.group != "" && !c.shared {
-		b.grp.put(c.group)
+		b.giveGroup(c.group)
 	}
 	b.mu.Unlock()
 }
@@ -427,13 +445,17 @@ func (c *command) onFailed(m wire.Failed) error {
 	return nil
 }
 
-func (c *command) onExited(m wire.Exited) error {
+func (c *command) onExited(m wire.Exited, refused bool) error {
 	c.mu.Lock()
 	if !c.running_ || c.exited {
 		c.mu.Unlock()
 		return fmt.Errorf("EXITED out of turn: %w", wire.ErrFormat)
 	}
 	timedOut, stopped := c.timedOut, c.stopped
+	if c.b.inner {
+		c.refused = refused
+		c.spent = time.Duration(min(m.UserMicros, 1<<50)+min(m.SysMicros, 1<<50)) * time.Microsecond
+	}
 	c.mu.Unlock()
 	c.b.mu.Lock()
 	stopped = stopped || c.b.killed != nil // with its whole sandbox
@@ -485,7 +507,7 @@ func (c *command) onLost() {
 func (c *command) settle(o sandbox.Outcome) {
 	b := c.b
 	var now counters
-	own := c.group != "" && !c.shared
+	own := c.group != "" && !c.shared && !b.inner
 	populated := false
 	b.mu.Lock()
 	epoch := b.grp.epoch
@@ -510,13 +532,13 @@ func (c *command) settle(o sandbox.Outcome) {
 	}
 	o.Started, o.Ended = c.outcome.Started, time.Now()
 	o.MemoryHit = now.oom > c.base.oom
-	o.PidsHit = now.refused > c.base.refused
+	o.PidsHit = now.refused > c.base.refused || c.refused
 	if c.base.peak && !c.hidden {
 		if peak = b.grp.stepPeak(); peak <= c.base.max {
 			peak = -1
 		}
 	}
-	o.Usage = sandbox.Usage{CPU: max(0, now.cpu-c.base.cpu), MemoryPeak: peak}
+	o.Usage = sandbox.Usage{CPU: max(0, now.cpu-c.base.cpu) + c.spent, MemoryPeak: peak}
 	if o.Kind == sandbox.Signalled && o.Signal == int(unix.SIGKILL) && o.MemoryHit {
 		o.Kind = sandbox.OutOfMemory
 	}
@@ -657,7 +679,7 @@ func (c *command) timeout() {
 		c.place.timeout(c)
 		return
 	}
-	if err := c.b.grp.kill(c.group); err != nil {
+	if err := c.b.killGroup(c.group); err != nil {
 		c.b.k.log.Error("kill after timeout", "sandbox", c.b.id, "command", c.id, "err", err)
 	}
 }

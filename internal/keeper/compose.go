@@ -391,6 +391,8 @@ func checkBirth(b *Birth) error {
 		return fmt.Errorf("seccomp filter of %d octets: want a multiple of 8: %w", len(b.Seccomp), sandbox.ErrInvalid)
 	case sandbox.CheckVolumes(b.Volumes) != nil:
 		return sandbox.CheckVolumes(b.Volumes)
+	case b.Runtime != nil && checkRuntime(b.Runtime) != nil:
+		return checkRuntime(b.Runtime)
 	case b.Resources.Memory <= 0 || b.Resources.Pids <= 0:
 		return fmt.Errorf("resources: memory and pids must be set: %w", sandbox.ErrInvalid)
 	}

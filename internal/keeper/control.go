@@ -54,8 +54,14 @@ func (b *box) resize(id string, size sandbox.Size) error {
 		return err
 	}
 	c.mu.Lock()
-	s := c.out
+	s, relay := c.out, c.relay
 	c.mu.Unlock()
+	if relay {
+		if err := b.tell(wire.TResize, c.num, wire.Resize{Rows: size.Rows, Cols: size.Cols}); err != nil {
+			return fmt.Errorf("resize %s: %w", id, err)
+		}
+		return nil
+	}
 	if s == nil || !s.tty {
 		return fmt.Errorf("resize: command %s has no terminal: %w", id, sandbox.ErrState)
 	}

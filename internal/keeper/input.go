@@ -25,6 +25,7 @@ type input struct {
 	taken  int64
 	closed bool
 	tty    bool
+	own    bool // the file is no output's too
 }
 
 func newInput(f *os.File, req *sandbox.Command) *input {
@@ -149,7 +150,7 @@ func (in *input) close() {
 	f := in.file
 	in.closed = true
 	in.mu.Unlock()
-	if f != nil && !in.tty {
+	if f != nil && (!in.tty || in.own) {
 		f.Close()
 	}
 }

@@ -47,6 +47,10 @@ type Keeper struct {
 	calls         *calls
 	recent        *recent    // files of groups that are kept open
 	garbage       chan []int // descriptors whose closing waits for the kernel
+	dir           string     // the run folder
+	runtimes      sync.Once  // of adoptOrphans
+	laid          bool       // programs was made; guarded by mu
+	ended         chan struct{}
 
 	link atomic.Pointer[link] // the host's connection that gets events
 	stop context.CancelFunc
@@ -120,18 +124,22 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 		return nil, err
 	}
 	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{}, events: map[string]int{},
-		garbage: make(chan []int, 256), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool), berths: newBerths()}, nil
+		garbage: make(chan []int, 256), ended: make(chan struct{}), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool), berths: newBerths()}, nil
 }
 
 // Run serves until ctx ends or a host says shutdown; then everything in every sandbox is killed.
 func (k *Keeper) Run(ctx context.Context) error {
 	ctx, k.stop = context.WithCancel(ctx)
 	defer k.stop()
+	defer close(k.ended)
 	lock, err := lockDir(".")
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
+	if k.dir, err = os.Getwd(); err != nil {
+		return err
+	}
 	if err := os.WriteFile(instanceName, []byte(k.cfg.Instance), 0o600); err != nil {
 		return err
 	}
@@ -199,7 +207,7 @@ func (k *Keeper) prepare() error {
 	if k.cg, err = findCgroups("dsec-"+k.cfg.Instance, string(info)); err != nil {
 		return err
 	}
-	if err := k.cg.sweep(10 * time.Second); err != nil {
+	if err := errors.Join(k.cg.sweep(10*time.Second), sweepBundles(k.dir)); err != nil {
 		return fmt.Errorf("sweep: %w", err)
 	}
 	if err := k.cg.setup(); err != nil {
@@ -346,7 +354,8 @@ func (g *cgroups) sweep(within time.Duration) error {
 	for _, class := range []string{classLS, classBE, "keeper"} {
 		writeFile(filepath.Join(top, class, "cgroup.kill"), "1")
 	}
-	return g.removeTree(time.Now().Add(within))
+	end := time.Now().Add(within)
+	return errors.Join(g.removeTree(end), g.removeOuter(end))
 }
 
 // Sweep removes what a dead keeper left on the host: processes, and with them their mounts and namespaces, and cgroups. ErrExists
@@ -379,5 +388,5 @@ func Sweep(dir string) error {
 		return err
 	}
 	os.Remove(filepath.Join(dir, SocketName))
-	return g.sweep(10 * time.Second)
+	return errors.Join(g.sweep(10*time.Second), sweepBundles(dir))
 }

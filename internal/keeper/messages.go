@@ -54,6 +54,7 @@ type (
 	filesRequest struct {
 		Box  sandbox.ID
 		User string
+		Port uint16 // not 0: a connection to the port instead of a file server
 	}
 	deadlineRequest struct {
 		Box   sandbox.ID

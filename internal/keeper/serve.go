@@ -317,7 +317,7 @@ func (l *link) handleBox(ctx context.Context, f frame) (resp any, fds []int, err
 		if err != nil {
 			return nil, nil, err
 		}
-		fd, err := b.files(ctx, r.User)
+		fd, err := b.files(ctx, r.User, r.Port)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -347,7 +347,7 @@ func (l *link) handleBox(ctx context.Context, f frame) (resp any, fds []int, err
 	case opThaw:
 		return nil, nil, b.freeze(false)
 	case opStats:
-		s, err := b.stats()
+		s, err := b.figures()
 		return &s, nil, err
 	}
 	return nil, nil, fmt.Errorf("request %d: unknown to this keeper: %w", f.op, sandbox.ErrUnsupported)

@@ -71,7 +71,7 @@ func (b *box) openSession(ctx context.Context, req *sandbox.Session) error {
 	}
 	s = &session{b: b, name: req.Name, opened: make(chan struct{}), turn: make(chan struct{}, 1), gone: make(chan struct{})}
 	b.sessions[req.Name] = s
-	group, _, err := b.grp.take()
+	group, _, err := b.takeGroup()
 	b.mu.Unlock()
 	s.group = group
 	if err == nil {
@@ -292,7 +292,11 @@ func (s *session) run(c *command, req *sandbox.Command) error {
 		status.Close()
 		return err
 	}
-	c.before = s.processes()
+	if c.before, err = s.mark(); err != nil {
+		status.Close()
+		s.drop(nums)
+		return err
+	}
 	c.begin()
 	s.mu.Lock()
 	if s.ended {
@@ -314,7 +318,7 @@ func (s *session) run(c *command, req *sandbox.Command) error {
 	s.control.SetWriteDeadline(time.Now().Add(holderBound))
 	if _, err := s.control.Write(line); err != nil {
 		// The shell is gone or reads nothing: its end, or this, ends the session.
-		b.grp.kill(s.group)
+		b.killGroup(s.group)
 	}
 	close(c.begun)
 	b.wait.Add(1)
@@ -396,7 +400,7 @@ func (s *session) shellEnded(o sandbox.Outcome) {
 // clean kills what is left in the session's group and gives the group back.
 func (s *session) clean() {
 	if s.group != "" {
-		s.b.grp.kill(s.group)
+		s.b.killGroup(s.group)
 	}
 	if s.hold != nil {
 		s.hold.Close()
@@ -406,7 +410,7 @@ func (s *session) clean() {
 	}
 	s.b.mu.Lock()
 	if s.group != "" && !s.b.dead {
-		s.b.grp.put(s.group)
+		s.b.giveGroup(s.group)
 	}
 	s.b.mu.Unlock()
 }
@@ -427,13 +431,26 @@ func (b *box) closeSession(name string) error {
 		}
 	}
 	s.mu.Unlock()
-	return b.grp.kill(s.group)
+	return b.killGroup(s.group)
 }
 
 // process is a process of the host; a number alone may come again.
 type process struct {
 	pid   int
 	start string
+}
+
+// mark notes what is in the session's group before a command; where process 1 keeps the note, the answer holds as many of no name.
+func (s *session) mark() (map[process]bool, error) {
+	if !s.b.inner {
+		return s.processes(), nil
+	}
+	n, err := s.b.askGroup(s.group, wire.GroupMark, 0)
+	all := map[process]bool{}
+	for i := range n {
+		all[process{pid: -i}] = true
+	}
+	return all, err
 }
 
 // processes are those in the session's group.
@@ -472,6 +489,10 @@ func startTime(pid int) string {
 // strike sends a signal to every process of the group that was not there when the command began, and reports how many. The group
 // stands still meanwhile, so that none escapes by a fork. The group's other processes are the shell and what it already ran.
 func (s *session) strike(c *command, sig unix.Signal) int {
+	if s.b.inner {
+		n, _ := s.b.askGroup(s.group, wire.GroupStrike, sig)
+		return n
+	}
 	still := s.b.grp.freeze(true, freezeBound, s.group) == nil
 	n := 0
 	for p := range s.processes() {
@@ -502,7 +523,7 @@ func (s *session) timeout(c *command) {
 	mine := s.current == c
 	s.mu.Unlock()
 	if mine {
-		s.b.grp.kill(s.group)
+		s.b.killGroup(s.group)
 	}
 }
 
@@ -545,8 +566,8 @@ func textFile(text string, uid int) (int, error) {
 	return fd, nil
 }
 
-// files starts a file server inside and returns the host's end of its stream.
-func (b *box) files(ctx context.Context, user string) (int, error) {
+// files starts a file server inside, or, with a port, a connection to that, and returns the host's end of its stream.
+func (b *box) files(ctx context.Context, user string, port uint16) (int, error) {
 	b.k.mu.Lock()
 	guest := b.k.guest
 	program := -1
@@ -572,7 +593,11 @@ func (b *box) files(ctx context.Context, user string) (int, error) {
 	defer unix.Close(p[1])
 	c := &command{b: b, id: "files", hidden: true, begun: make(chan struct{})}
 	// The program comes as descriptor 0 and is executed from there: no file of the image is involved.
-	err = b.launch(c, &sandbox.Command{Argv: []string{"/proc/self/fd/0", "1"}, User: user, Cwd: "/"},
+	argv := []string{"/proc/self/fd/0", "1"}
+	if port != 0 {
+		argv = append(argv, strconv.Itoa(int(port)))
+	}
+	err = b.launch(c, &sandbox.Command{Argv: argv, User: user, Cwd: "/"},
 		launch{fds: []int{program, p[1], b.k.tmpl.null}, flags: wire.StartCgroupNS})
 	if err == nil {
 		err = begun(ctx, c)

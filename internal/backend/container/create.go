@@ -7,6 +7,9 @@ import (
 	"fmt"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer/upper"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -25,6 +28,19 @@ type handle struct {
 	Note    string            `json:"note,omitempty"` // what of the upper is otherwise than asked
 	Ifindex int               `json:"ifindex,omitempty"`
 	Laid    map[string]string `json:"laid,omitempty"` // file that was laid at birth -> sha256
+	// Runtime is that which made it, OwnKernel whether its kernel is not the host's.
+	Runtime   string `json:"runtime,omitempty"`
+	OwnKernel bool   `json:"own_kernel,omitempty"`
+}
+
+// Runtime makes process 1 of a sandbox instead of the keeper (internal/backend/oci).
+type Runtime struct {
+	Name string
+	// OwnKernel: the kernel inside is not the host's. Its loopback is then reached from within alone, and calls are not the host's to
+	// filter.
+	OwnKernel bool
+	// Birth makes what the keeper must know, for the first of the sandbox's host ids.
+	Birth func(uid uint32) (*keeper.Runtime, error)
 }
 
 // birthBound is how long a birth may take, whatever became of its request: giving up half-way would leave it to others to find
@@ -33,6 +49,11 @@ const birthBound = 30 * time.Second
 
 // Create makes a sandbox. A request that is given up is seen through to the end of the step under way and then undone.
 func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec, sink sandbox.Sink) (sandbox.Instance, error) {
+	return b.CreateUnder(ctx, id, spec, sink, nil)
+}
+
+// CreateUnder is Create with process 1 made by a runtime; nil: by the keeper.
+func (b *Backend) CreateUnder(ctx context.Context, id sandbox.ID, spec *sandbox.Spec, sink sandbox.Sink, r *Runtime) (sandbox.Instance, error) {
 	open := spec.Network == sandbox.NetworkOpen
 	if open && b.net.reason != "" {
 		return nil, fmt.Errorf("create %s: %w", id, b.net.refuse())
@@ -47,7 +68,7 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	if err := b.deliverOnce(ctx, c); err != nil {
 		return nil, fmt.Errorf("create %s: %w", id, err)
 	}
-	x := &instance{b: b, id: id, spec: spec, sink: sink, slot: -1, state: creating}
+	x := &instance{b: b, id: id, spec: spec, sink: sink, slot: -1, state: creating, runtime: r}
 	if err := b.register(x); err != nil {
 		return nil, fmt.Errorf("create %w", err)
 	}
@@ -124,6 +145,18 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 		BestEffort: x.spec.BestEffort, NoNewPrivs: x.spec.NoNewPrivs, Seccomp: b.cfg.Seccomp, Events: b.cfg.Events,
 		Volumes: x.spec.Volumes,
 	}
+	if r := x.runtime; r != nil {
+		if birth.Runtime, err = r.Birth(birth.UIDBase); err != nil {
+			return err
+		}
+		if x.ownKernel = r.OwnKernel; r.OwnKernel {
+			// Root inside may not trace whoever it likes: to that kernel process 1 is a process like others.
+			birth.Caps, birth.Events = keeper.DefaultCaps&^(1<<unix.CAP_SYS_PTRACE), nil
+			if birth.Seccomp, err = confine.OwnKernel().Compile(false); err != nil {
+				return err
+			}
+		}
+	}
 	if open {
 		if err := b.net.setUp(); err != nil {
 			return err
@@ -152,9 +185,14 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	if len(sums) == 0 { // a keeper of an earlier version does not tell
 		sums = laidFiles(u.Dir)
 	}
-	x.handle, err = json.Marshal(handle{
+	h := handle{
 		Version: handleVersion, Slot: x.slot, Upper: u.Dir, Limit: u.Limit, Note: u.Note, Mapping: born.Mapping, Ifindex: x.ifindex, Laid: sums,
-	})
+		OwnKernel: x.ownKernel,
+	}
+	if x.runtime != nil {
+		h.Runtime = x.runtime.Name
+	}
+	x.handle, err = json.Marshal(h)
 	if err != nil {
 		return err
 	}

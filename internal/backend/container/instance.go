@@ -40,7 +40,10 @@ type instance struct {
 	note    string // what of the upper is otherwise than asked
 	ifindex int    // of the host's side of its veth; 0 none
 	handle  []byte
-	undo    teardown
+	runtime *Runtime // that makes it; nil: the keeper, or it was taken back
+	// ownKernel: see Runtime.
+	ownKernel bool
+	undo      teardown
 
 	snapshots sync.Mutex // one at a time
 
@@ -205,6 +208,13 @@ func (x *instance) Dial(ctx context.Context, port uint16) (net.Conn, error) {
 	c, err := x.use(ctx, "dial")
 	if err != nil {
 		return nil, err
+	}
+	if x.ownKernel {
+		conn, err := c.DialInside(ctx, x.id, port)
+		if err != nil {
+			return nil, x.said("dial", err)
+		}
+		return conn, nil
 	}
 	ns, err := c.Netns(ctx, x.id)
 	if err != nil {

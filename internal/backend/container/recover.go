@@ -31,7 +31,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 	}
 	x := &instance{
 		b: b, id: id, spec: spec, sink: sink, slot: h.Slot, upper: h.Upper, limit: h.Limit, note: h.Note, ifindex: h.Ifindex, handle: bytes.Clone(text), state: living,
-		frozen: alive.Frozen,
+		frozen: alive.Frozen, ownKernel: h.OwnKernel,
 	}
 	if ok && b.slots.uid(h.Slot) != alive.Birth.UIDBase {
 		return nil, fmt.Errorf("recover %s: its handle says uid slot %d, the keeper uid %d: %w", id, h.Slot, alive.Birth.UIDBase, sandbox.ErrInvalid)

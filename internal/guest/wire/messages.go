@@ -107,6 +107,7 @@ const (
 	StartCgroupNS = 8  // a cgroup namespace of its own: /proc/self/cgroup says "/"
 	StartNoPidfd  = 32 // STARTED comes without the pidfd
 	StartNotify   = 16 // install the filter with a listener, sent in LISTENER before STARTED
+	StartRelay    = 64 // with StartTerminal: process 1 carries the terminal's octets from and to two pipes, and keeps its master
 )
 
 // Start is the body of START. The frame's descriptors: the cgroup directory where there is one, then stdin, stdout and
@@ -166,6 +167,56 @@ func (m Signal) Append(b []byte) []byte {
 func DecodeSignal(body []byte) (Signal, error) {
 	r := reader{b: body}
 	m := Signal{Signal: int32(r.u32("signal")), Group: r.u32("group") != 0}
+	return m, r.end()
+}
+
+// What a Group frame asks for.
+const (
+	GroupKill   = 1 // kills all in the group
+	GroupMark   = 2 // notes what is in it
+	GroupStrike = 3 // sends a signal to what is in it and was not at the last mark
+	GroupCount  = 4 // counts what all groups hold
+)
+
+// Group is the body of GROUP: about a group of commands that process 1 made itself (the number in a START's flags). GROUPED answers how
+// many processes it met.
+type Group struct {
+	Number uint32
+	Act    uint32 // Group*
+	Signal uint32 // of GroupStrike
+}
+
+// Append appends the body.
+func (m Group) Append(b []byte) []byte {
+	return appendU32(appendU32(appendU32(b, m.Number), m.Act), m.Signal)
+}
+
+// DecodeGroup decodes GROUP's body.
+func DecodeGroup(body []byte) (Group, error) {
+	r := reader{b: body}
+	m := Group{Number: r.u32("group"), Act: r.u32("act"), Signal: r.u32("signal")}
+	return m, r.end()
+}
+
+// DecodeGrouped decodes GROUPED's body.
+func DecodeGrouped(body []byte) (uint32, error) {
+	r := reader{b: body}
+	n := r.u32("count")
+	return n, r.end()
+}
+
+// Resize is the body of RESIZE: the size of a relayed terminal; the frame's ID is the command's.
+type Resize struct{ Rows, Cols uint16 }
+
+// Append appends the body.
+func (m Resize) Append(b []byte) []byte {
+	return binary.LittleEndian.AppendUint16(binary.LittleEndian.AppendUint16(b, m.Rows), m.Cols)
+}
+
+// DecodeResize decodes RESIZE's body.
+func DecodeResize(body []byte) (Resize, error) {
+	r := reader{b: body}
+	m := Resize{Rows: r.u16("rows"), Cols: r.u16("cols")}
 	return m, r.end()
 }
 
@@ -253,6 +304,9 @@ func DecodeFailed(body []byte) (Failed, error) {
 	m := Failed{Stage: Stage(r.u32("stage")), Errno: r.u32("errno"), Text: r.str("text")}
 	return m, r.end()
 }
+
+// ExitedRefused, a flag in EXITED's header: since the EXITED before, the process limit of groups that process 1 makes refused a fork.
+const ExitedRefused = 1
 
 // Exited is the body of EXITED.
 type Exited struct {

@@ -37,6 +37,8 @@ const (
 	TSignal Type = 3  // Signal
 	TPing   Type = 4  // no body
 	TSpawn  Type = 5  // to a spawner: clone a process 1; two descriptors, its stream and its group; no body
+	TGroup  Type = 6  // Group
+	TResize Type = 7  // Resize
 	THold   Type = 16 // to a holder: keep the frame's descriptors; no body
 	TDrop   Type = 17 // to a holder: Drop
 
@@ -49,6 +51,7 @@ const (
 	TPong     Type = 0x85 // no body
 	TListener Type = 0x86 // no body; one descriptor: a command's seccomp listener, before its STARTED
 	TSpawned  Type = 0x87 // from a spawner: i32, the process's number or the negative error
+	TGrouped  Type = 0x88 // u32: the answer to Group, with its id
 	THeld     Type = 0x90 // from a holder: Held
 )
 
@@ -69,6 +72,12 @@ func (t Type) String() string {
 		return "PREPARE"
 	case TSpawned:
 		return "SPAWNED"
+	case TGroup:
+		return "GROUP"
+	case TGrouped:
+		return "GROUPED"
+	case TResize:
+		return "RESIZE"
 	case THold:
 		return "HOLD"
 	case TDrop:

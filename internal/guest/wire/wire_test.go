@@ -27,6 +27,8 @@ var decoders = []struct {
 		func(b []byte) (message, error) { return DecodeStart(b) }},
 	{"prepare", Prepare{Ops: []string{Op("base"), OpFD("netns", 0), Op("mask", "/proc/kcore")}}, func(b []byte) (message, error) { return DecodePrepare(b) }},
 	{"signal", Signal{Signal: 15, Group: true}, func(b []byte) (message, error) { return DecodeSignal(b) }},
+	{"group", Group{Number: 7, Act: GroupStrike, Signal: 9}, func(b []byte) (message, error) { return DecodeGroup(b) }},
+	{"resize", Resize{Rows: 50, Cols: 132}, func(b []byte) (message, error) { return DecodeResize(b) }},
 	{"hello", Hello{Version: Version, Features: 7}, func(b []byte) (message, error) { return DecodeHello(b) }},
 	{"started", Started{PID: 2, UID: 65534, GID: 65533}, func(b []byte) (message, error) { return DecodeStarted(b) }},
 	{"failed", Failed{Stage: StageCwd, Errno: 2, Text: "cwd /nosuch: No such file or directory"}, func(b []byte) (message, error) { return DecodeFailed(b) }},

@@ -48,10 +48,12 @@ typedef int i32;
 #define FILE_MAX (1u << 20)
 #define TEXT_MAX 4096
 
-enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_SPAWN = 5, T_PREPARE = 9, T_HOLD = 16, T_DROP = 17,
-       T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_SPAWNED, T_HELD = 0x90 };
+enum { T_BIRTH = 1, T_START = 2, T_SIGNAL = 3, T_PING = 4, T_SPAWN = 5, T_GROUP = 6, T_RESIZE = 7, T_PREPARE = 9, T_HOLD = 16, T_DROP = 17,
+       T_HELLO = 0x81, T_STARTED, T_FAILED, T_EXITED, T_PONG, T_LISTENER, T_SPAWNED, T_GROUPED, T_HELD = 0x90 };
+enum { G_KILL = 1, G_MARK = 2, G_STRIKE = 3, G_COUNT = 4 };
 enum { S_BIRTH = 1, S_USER, S_CWD, S_PROGRAM, S_EXEC, S_CGROUP, S_TERMINAL, S_CONFINE };
-enum { START_TERMINAL = 1, START_HOLDER = 2, START_NOFILTER = 4, START_CGROUPNS = 8, START_NOTIFY = 16, START_NOPIDFD = 32 };
+enum { START_TERMINAL = 1, START_HOLDER = 2, START_NOFILTER = 4, START_CGROUPNS = 8, START_NOTIFY = 16, START_NOPIDFD = 32, START_RELAY = 64 };
+enum { EXITED_REFUSED = 1 };
 
 // ---- memory and text ----
 
@@ -294,9 +296,9 @@ static void done_frame(void)
 	else
 		memset(body, 0, head.len);
 }
-static void send_frame(u8 type, u64 id, const void *b, u32 n, const int *f, u32 nf)
+static void send_flagged(u8 type, u16 flags, u64 id, const void *b, u32 n, const int *f, u32 nf)
 {
-	struct { u32 len; u8 type, nfds; u16 flags; u64 id; } h = {n, type, (u8)nf, 0, id};
+	struct { u32 len; u8 type, nfds; u16 flags; u64 id; } h = {n, type, (u8)nf, flags, id};
 	struct iov v[2] = {{&h, HEADER}, {(void *)b, n}};
 	struct { u64 len; i32 level, type; i32 fd[4]; } c = {16 + 4 * nf, 1, 1, {0}};
 	struct msg m = {0, 0, 0, v, n ? 2 : 1, nf ? &c : NULL, nf ? (16 + 4 * nf + 7) & ~7ul : 0, 0, 0};
@@ -325,6 +327,7 @@ static void send_frame(u8 type, u64 id, const void *b, u32 n, const int *f, u32 
 		}
 	}
 }
+static void send_frame(u8 type, u64 id, const void *b, u32 n, const int *f, u32 nf) { send_flagged(type, 0, id, b, n, f, nf); }
 static void send_failed(u64 id)
 {
 	static struct { u32 stage, err, len; char text[TEXT_MAX]; } b;
@@ -414,6 +417,8 @@ static void *mapped(u64 n)
 
 static int exe = -1;    // this program, for holders
 static int ptsdir = -1; // the sandbox's devpts
+static int groups = -1; // folder of a cgroup2 tree in which process 1 makes the groups of commands itself
+static char leaf_memory[24]; // their limit of memory, as text: runtimes size themselves by the leaf alone
 static u32 own_uid;
 static u64 caps;
 static u32 birth_flags;
@@ -517,6 +522,8 @@ static i64 set_caps(u64 permitted, u64 effective)
 }
 static u64 all_caps;
 
+// op_userns becomes process 1 for good: another user, in the user namespace of fd; where the kernel is the sandbox's own there is none
+// to join, and fd is -1.
 static i64 op_userns(int fd)
 {
 	i64 r;
@@ -531,7 +538,7 @@ static i64 op_userns(int fd)
 	u64 have = d[0].permitted | (u64)d[1].permitted << 32;
 	if ((r = set_caps(have, have)) < 0)
 		return r;
-	if ((r = sys2(__NR_setns, fd, CLONE_NEWUSER)) < 0)
+	if (fd >= 0 && (r = sys2(__NR_setns, fd, CLONE_NEWUSER)) < 0)
 		return r;
 	if ((r = sys2(__NR_capget, &h, d)) < 0)
 		return r;
@@ -545,6 +552,28 @@ static i64 op_userns(int fd)
 			return r;
 	}
 	return sys2(__NR_prctl, PR_SET_DUMPABLE, 0);
+}
+
+// op_groups makes the group of all commands, with controllers for theirs below it. It goes through a mount that nobody else sees: the
+// one that is seen may be read-only.
+static i64 op_groups(void)
+{
+	const char *none[] = {NULL};
+	i64 m = mount_fd("cgroup2", none, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC | MOUNT_ATTR_NODEV), r;
+	if (m < 0)
+		return m;
+	if ((r = sys3(__NR_mkdirat, m, "commands", 0755)) < 0 && r != -EEXIST)
+		return r;
+	if ((r = sys4(__NR_openat, m, "commands", O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW, 0)) < 0)
+		return r;
+	groups = (int)r;
+	sys1(__NR_close, m);
+	if ((r = sys4(__NR_openat, groups, "cgroup.subtree_control", O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0)) < 0)
+		return r;
+	m = r;
+	r = sys3(__NR_write, m, "+memory +pids", 13);
+	sys1(__NR_close, m);
+	return r;
 }
 
 // field returns the next NUL separated field of an op, "" after the last.
@@ -629,6 +658,25 @@ static i64 op(char *verb, char *p, char *stop)
 	}
 	if (eq(verb, "userns"))
 		return op_userns(fdarg(a));
+	if (eq(verb, "stay"))
+		return op_userns(-1);
+	if (eq(verb, "remove")) { // a file that is not there is no error
+		r = sys3(__NR_unlinkat, AT_FDCWD, a, 0);
+		return r == -ENOENT ? 0 : r;
+	}
+	if (eq(verb, "pts")) // mounted by whoever made the root
+		return ptsdir = (int)resolve(AT_FDCWD, a, O_PATH | O_DIRECTORY, RESOLVE_NO_SYMLINKS);
+	if (eq(verb, "groups"))
+		return op_groups();
+	if (eq(verb, "set")) {
+		if (eq(a, "memory.max") && strlen(b) < sizeof leaf_memory)
+			memcpy(leaf_memory, b, strlen(b) + 1);
+		if ((t = resolve(groups, a, O_WRONLY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV)) < 0)
+			return t;
+		r = sys3(__NR_write, t, b, strlen(b));
+		sys1(__NR_close, t);
+		return r;
+	}
 	if (eq(verb, "events")) {
 		// Every command inherits this filter, so that one listener hears of all of them. It asks about a few calls that process 1
 		// and the file server never make.
@@ -1082,7 +1130,7 @@ static int look_up(struct user *u, char *want)
 
 // ---- commands ----
 
-static struct command { u64 id; i32 pid; u32 pad; } commands[MAX_COMMANDS];
+static struct command { u64 id; i32 pid, master; u32 group; } commands[MAX_COMMANDS]; // master: of a terminal that is relayed, else -1
 static u32 ncommands;
 
 struct start {
@@ -1375,7 +1423,10 @@ static void child(void *arg)
 	// The filter before the credentials: without no_new_privs it takes CAP_SYS_ADMIN here. It lets the rest pass.
 	if (filter.len && !(s->flags & START_NOFILTER)) {
 		u64 f = SECCOMP_FILTER_FLAG_SPEC_ALLOW | (s->flags & START_NOTIFY ? SECCOMP_FILTER_FLAG_NEW_LISTENER : 0);
-		if ((r = sys3(__NR_seccomp, SECCOMP_SET_MODE_FILTER, f, &filter)) < 0)
+		r = sys3(__NR_seccomp, SECCOMP_SET_MODE_FILTER, f, &filter);
+		if (r == -EINVAL && f == SECCOMP_FILTER_FLAG_SPEC_ALLOW)
+			r = sys3(__NR_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter); // a kernel without that flag
+		if (r < 0)
 			child_die(S_CONFINE, r, "seccomp filter");
 		if (s->flags & START_NOTIFY) {
 			int l = (int)r; // the parent sleeps, so the stream is ours
@@ -1504,8 +1555,11 @@ struct ptmx {
 static void open_ptmx(void *arg)
 {
 	struct ptmx *p = arg;
-	sys1(__NR_setfsgid, p->u->gid);
-	sys1(__NR_setfsuid, p->u->uid);
+	if (sys1(__NR_setfsgid, p->u->gid) == -ENOSYS) { // not Linux itself
+		sys3(__NR_setresgid, p->u->gid, p->u->gid, p->u->gid);
+		sys3(__NR_setresuid, p->u->uid, p->u->uid, p->u->uid);
+	} else
+		sys1(__NR_setfsuid, p->u->uid);
 	p->r = resolve(ptsdir, "ptmx", O_RDWR | O_NOCTTY, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV);
 	for (;;)
 		sys1(__NR_exit_group, 0);
@@ -1542,11 +1596,251 @@ failed:
 	return -1;
 }
 
+// ---- groups of commands that process 1 makes itself, and terminals whose octets it carries: where descriptors can come in but none
+// can go out, and no cgroup of the host's is seen ----
+
+static char *group_path(char *to, u32 group, const char *file)
+{
+	char *p = to, d[12];
+	int i = sizeof d;
+	*p++ = 'c';
+	do
+		d[--i] = (char)('0' + group % 10);
+	while (group /= 10);
+	while (i < (int)sizeof d)
+		*p++ = d[i++];
+	if (*file)
+		*p++ = '/';
+	memcpy(p, file, strlen(file) + 1);
+	return to;
+}
+// group_open makes a group where there is none and opens it.
+static i64 group_open(u32 group)
+{
+	char path[64];
+	i64 r = sys3(__NR_mkdirat, groups, group_path(path, group, ""), 0755);
+	if (r < 0 && r != -EEXIST)
+		return r;
+	if (!r && *leaf_memory) {
+		char file[64];
+		if ((r = sys4(__NR_openat, groups, group_path(file, group, "memory.max"), O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0)) >= 0) {
+			sys3(__NR_write, r, leaf_memory, strlen(leaf_memory)); // for who reads it; the limit is the sandbox's
+			sys1(__NR_close, r);
+		}
+	}
+	return sys4(__NR_openat, groups, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW, 0);
+}
+static void group_drop(u32 group)
+{
+	char path[64];
+	if (group)
+		sys3(__NR_unlinkat, groups, group_path(path, group, ""), 0x200 /* AT_REMOVEDIR */); // refused while something lives in it
+}
+
+#define GROUP_PIDS 512
+#define MARKED 256
+static struct marked { u32 group, n; i32 pid[GROUP_PIDS]; } *marked; // by mark
+
+// group_pids reads the processes of a group; those beyond the bound are left out, and met by the next look.
+static u32 group_pids(u32 group, i32 *to)
+{
+	static char text[8192];
+	char path[64];
+	i64 fd = sys4(__NR_openat, groups, group_path(path, group, "cgroup.procs"), O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+	if (fd < 0)
+		return 0;
+	i64 n, len = 0;
+	while (len < (i64)sizeof text - 1 && (n = sys3(__NR_read, fd, text + len, sizeof text - 1 - (u64)len)) > 0)
+		len += n;
+	sys1(__NR_close, fd);
+	u32 k = 0;
+	i32 v = 0;
+	for (i64 i = 0; i < len && k < GROUP_PIDS; i++) {
+		if (text[i] >= '0' && text[i] <= '9')
+			v = v * 10 + (text[i] - '0');
+		else if (v > 0)
+			to[k++] = v, v = 0;
+	}
+	return k;
+}
+// group_figure reads the number after a key in a file of the group of all commands.
+static u64 group_figure(const char *file, const char *key)
+{
+	char text[256];
+	i64 fd = sys4(__NR_openat, groups, file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+	if (fd < 0)
+		return 0;
+	i64 n = sys3(__NR_read, fd, text, sizeof text - 1);
+	sys1(__NR_close, fd);
+	text[n > 0 ? n : 0] = 0;
+	u64 k = strlen(key), v = 0;
+	for (char *p = text; *p;) {
+		if (!memcmp(p, key, k) && (!k || p[k] == ' ')) {
+			for (p += k ? k + 1 : 0; *p >= '0' && *p <= '9'; p++)
+				v = v * 10 + (u64)(*p - '0');
+			return v;
+		}
+		while (*p && *p++ != '\n')
+			;
+	}
+	return 0;
+}
+static u64 refused; // forks so far
+
+// more_refused reports whether forks were refused since the last look.
+static int more_refused(void)
+{
+	if (groups < 0)
+		return 0;
+	u64 was = refused;
+	refused = group_figure("pids.events", "max");
+	return refused > was;
+}
+static void group_act(void)
+{
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	u32 group = (u32)num(4), act = (u32)num(4), sig = (u32)num(4), out = 0;
+	static i32 pids[GROUP_PIDS];
+	if (bad || groups < 0 || sig > 64)
+		goto answer;
+	if (act == G_COUNT) {
+		out = (u32)group_figure("pids.current", "");
+		goto answer;
+	}
+	if (act == G_KILL) {
+		char path[64];
+		i64 fd = sys4(__NR_openat, groups, group_path(path, group, "cgroup.kill"), O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+		if (fd >= 0) {
+			out = sys3(__NR_write, fd, "1", 1) == 1;
+			sys1(__NR_close, fd);
+		}
+		goto answer;
+	}
+	if (!marked)
+		marked = mapped(MARKED * sizeof *marked);
+	struct marked *m = NULL;
+	for (u32 i = 0; i < MARKED && !m; i++)
+		if (marked[i].group == group || !marked[i].group)
+			m = &marked[i];
+	if (!m) // more sessions than the host allows: the oldest place is used again
+		m = &marked[group % MARKED];
+	if (act == G_MARK) {
+		m->group = group;
+		out = m->n = group_pids(group, m->pid);
+	} else if (act == G_STRIKE) {
+		u32 n = group_pids(group, pids);
+		for (u32 i = 0; i < n; i++) {
+			u32 j = 0;
+			while (j < m->n && m->pid[j] != pids[i])
+				j++;
+			if (m->group == group && j < m->n)
+				continue;
+			out++;
+			sys2(__NR_kill, pids[i], (long)sig);
+		}
+	}
+answer:
+	send_frame(T_GROUPED, head.id, &out, 4, NULL, 0);
+}
+static void resize(void)
+{
+	at = body;
+	end = body + head.len;
+	bad = 0;
+	u16 rows = (u16)num(2), cols = (u16)num(2);
+	struct { u16 r, c, x, y; } ws = {rows, cols, 0, 0};
+	for (u32 i = 0; i < ncommands && !bad; i++)
+		if (commands[i].id == head.id && commands[i].master >= 0)
+			sys3(__NR_ioctl, commands[i].master, TIOCSWINSZ, &ws);
+}
+
+// relay carries the octets of a terminal from and to two pipes, in a process of its own that holds nothing else. It ends when nobody
+// has the terminal open any more, or nobody reads.
+static void relay(int master, int in, int out) __attribute__((noreturn));
+static void relay(int master, int in, int out)
+{
+	static u8 a[16384], b[16384];
+	u64 na = 0, nb = 0, oa = 0; // a: to the terminal from oa on; b: from it
+	int over = 0;               // nothing more comes to the terminal
+	sys2(__NR_prctl, PR_SET_NAME, "dsec-terminal");
+	for (;;) {
+		struct pollfd p[3] = {{master, (short)((nb < sizeof b ? 1 : 0) | (na > oa ? 4 : 0)), 0}, {over || na > oa ? -1 : in, 1, 0}, {nb ? out : -1, 4, 0}};
+		i64 r = sys5(__NR_ppoll, p, 3, NULL, NULL, 8);
+		if (r < 0 && r != -EINTR)
+			die(0);
+		if (r < 0)
+			continue;
+		if (p[0].revents & (1 | 16 /* POLLHUP */) && nb < sizeof b) {
+			r = sys3(__NR_read, master, b + nb, sizeof b - nb);
+			if (r > 0)
+				nb += (u64)r;
+			else if (r != -EAGAIN && r != -EINTR) {
+				for (u64 o = 0; o < nb; o += (u64)r) { // what is left may wait for its reader
+					struct pollfd q = {out, 4, 0};
+					sys5(__NR_ppoll, &q, 1, NULL, NULL, 8);
+					r = sys3(__NR_write, out, b + o, nb - o);
+					if (r == -EAGAIN || r == -EINTR)
+						r = 0;
+					else if (r <= 0)
+						break;
+				}
+				die(0);
+			}
+		}
+		if (p[0].revents & 4 && na > oa) {
+			r = sys3(__NR_write, master, a + oa, na - oa);
+			if (r > 0)
+				oa += (u64)r;
+			else if (r != -EAGAIN && r != -EINTR)
+				oa = na;
+			if (oa == na)
+				na = oa = 0;
+		}
+		if (p[1].revents) {
+			r = sys3(__NR_read, in, a, sizeof a);
+			if (r > 0)
+				na = (u64)r, oa = 0;
+			else if (r != -EAGAIN && r != -EINTR)
+				over = 1;
+		}
+		if (p[2].revents) {
+			r = sys3(__NR_write, out, b, nb);
+			if (r > 0) {
+				memmove(b, b + r, nb - (u64)r);
+				nb -= (u64)r;
+			} else if (r != -EAGAIN && r != -EINTR)
+				die(0);
+		}
+	}
+}
+// start_relay leaves the relay to itself: it is reaped as an orphan is.
+static i64 start_relay(int master, int in, int out)
+{
+	struct clone_args a = {.exit_signal = SIGCHLD};
+	i64 pid = sys2(__NR_clone3, &a, sizeof a);
+	if (pid)
+		return pid;
+	int f[3] = {master, in, out};
+	for (int i = 0; i < 3; i++) {
+		i64 n = sys3(__NR_fcntl, f[i], 1030 /* F_DUPFD_CLOEXEC */, 16);
+		if (n < 0)
+			die(1);
+		f[i] = (int)n;
+	}
+	for (int i = 0; i < 3; i++)
+		sys2(__NR_dup2, f[i], i);
+	sys3(__NR_close_range, 3, ~0u, 0);
+	sys3(__NR_fcntl, 0, 4 /* F_SETFL */, 02 | 04000 /* O_RDWR|O_NONBLOCK */);
+	relay(0, 1, 2);
+}
+
 static void start(void)
 {
 	static struct user u;
 	struct start s = {.in = {-1, -1, -1}, .slave = -1, .u = &u, .id = head.id};
-	int master = -1, cg = -1;
+	int master = -1, cg = -1, mine = -1;
 	u32 nenv;
 	at = body;
 	end = body + head.len;
@@ -1559,7 +1853,9 @@ static void start(void)
 	char **env = list(&nenv, 0);
 	s.flags = (u32)num(4);
 	u16 rows = (u16)num(2), cols = (u16)num(2);
-	int own = s.flags & START_HOLDER ? 1 : s.flags & START_TERMINAL ? 0 : 3;
+	int relayed = (s.flags & START_TERMINAL) && (s.flags & START_RELAY);
+	int own = s.flags & START_HOLDER ? 1 : relayed ? 2 : s.flags & START_TERMINAL ? 0 : 3;
+	u32 group = head.flags;
 	if (bad || at != end || (nfds != own && nfds != own + 1) || (s.flags & START_HOLDER && s.flags & START_TERMINAL)) {
 		fail(S_EXEC, EINVAL);
 		say("malformed START");
@@ -1581,6 +1877,13 @@ static void start(void)
 	}
 	if (nfds == own + 1)
 		cg = fds[0];
+	else if (group && groups >= 0) {
+		if ((cg = mine = (int)group_open(group)) < 0) {
+			fail(S_CGROUP, (u32)-cg);
+			say("the command's cgroup: "), sayerr(cg);
+			goto failed;
+		}
+	}
 	if (find_user(&u, user) < 0)
 		goto failed;
 	if (!(s.env = environment(env, nenv, &u, s.flags & START_TERMINAL, &s.path)))
@@ -1626,10 +1929,18 @@ static void start(void)
 			sys1(__NR_close, pidfd);
 		goto failed;
 	}
-	commands[ncommands].id = head.id;
-	commands[ncommands++].pid = (i32)pid;
+	struct command *c = &commands[ncommands++];
+	c->id = head.id;
+	c->pid = (i32)pid;
+	c->group = mine >= 0 ? group : 0;
+	c->master = -1;
 	u32 b[3] = {(u32)pid, u.uid, u.gid};
 	int f[2], nf = 0;
+	if (relayed) {
+		start_relay(master, fds[nfds - 2], fds[nfds - 1]); // without it the command's terminal is hung up
+		c->master = master;
+		master = -1;
+	}
 	if (pidfd >= 0)
 		f[nf++] = pidfd;
 	if (master >= 0)
@@ -1640,9 +1951,13 @@ static void start(void)
 	goto out;
 failed:
 	send_failed(head.id);
+	if (mine >= 0)
+		group_drop(group);
 out:
 	if (master >= 0)
 		sys1(__NR_close, master);
+	if (mine >= 0)
+		sys1(__NR_close, mine);
 	arena_reset();
 }
 
@@ -1678,8 +1993,11 @@ static void reap(void)
 				struct __attribute__((packed)) { i32 status; u64 user, sys, rss; } b =
 					{status, (u64)(ru.us * 1000000 + ru.uu), (u64)(ru.ss * 1000000 + ru.su), (u64)ru.maxrss << 10};
 				u64 id = commands[i].id;
+				if (commands[i].master >= 0)
+					sys1(__NR_close, commands[i].master);
+				group_drop(commands[i].group);
 				commands[i] = commands[--ncommands];
-				send_frame(T_EXITED, id, &b, sizeof b, NULL, 0);
+				send_flagged(T_EXITED, more_refused() ? EXITED_REFUSED : 0, id, &b, sizeof b, NULL, 0);
 				break;
 			}
 	}
@@ -1821,6 +2139,8 @@ void entry(long *sp)
 			switch (head.type) {
 			case T_START: start(); break;
 			case T_SIGNAL: signal_command(); break;
+			case T_GROUP: group_act(); break;
+			case T_RESIZE: resize(); break;
 			case T_PING: send_frame(T_PONG, head.id, NULL, 0, NULL, 0); break;
 			}
 			done_frame();
