@@ -47,6 +47,8 @@ type Options struct {
 	Durability    string            // process | host
 	Volumes       map[string]string // path -> layer (id, name or name@version) that is seen there, read-only
 	Deadline      time.Duration
+	Trace         string   // off (default) | light | full: what is recorded of what steps do, beside their outcomes
+	Volatile      []string // paths of caches and the like, on top of the environment's: not looked into by Trace, not compared by replay
 }
 
 func (o *Options) request() *dsecv1.CreateRequest {
@@ -58,6 +60,7 @@ func (o *Options) request() *dsecv1.CreateRequest {
 		Lifetime:  &dsecv1.Lifetime{IdleMs: o.Idle.Milliseconds(), TotalMs: o.Total.Milliseconds(), OnIdle: o.OnIdle},
 	}
 	r.Cwd, r.CwdRaw = octets(o.Cwd)
+	r.Trace, r.VolatilePaths = o.Trace, o.Volatile
 	for _, p := range slices.Sorted(maps.Keys(o.Volumes)) {
 		r.Volumes = append(r.Volumes, &dsecv1.Volume{Layer: o.Volumes[p], Path: p})
 	}

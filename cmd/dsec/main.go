@@ -14,6 +14,7 @@ import (
 	"github.com/alecthomas/kong"
 
 	"github.com/dsec-dev/dsec/client"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 // version is set by the build.
@@ -38,6 +39,7 @@ type cli struct {
 	Resume   resumeCmd   `cmd:"" group:"sandboxes" help:"Wake paused sandboxes."`
 	Logs     logsCmd     `cmd:"" group:"sandboxes" help:"Show the trajectory of a sandbox: every step, with its output; or remove trajectories."`
 	Verdict  verdictCmd  `cmd:"" group:"sandboxes" help:"Attach a reward and metadata to a trajectory."`
+	Trace    traceCmd    `cmd:"" group:"sandboxes" help:"Show what the steps of a sandbox did: files, processes, I/O."`
 	Replay   replayCmd   `cmd:"" group:"sandboxes" help:"Do the recorded steps of a sandbox again in a fresh one and compare."`
 	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
@@ -71,6 +73,12 @@ func main() {
 	}
 	if len(os.Args) > 1 && os.Args[1] == "blobd" {
 		os.Exit(blobdMain(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == "warden" {
+		os.Exit(wardenMain(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
+		os.Exit(kvmProbeMain())
 	}
 	var c cli
 	k := kong.Must(&c, kong.Name("dsec"),
