@@ -4,16 +4,19 @@ GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GUEST := internal/guest/binary/dist/dsec-guest
+GUESTVM := internal/guest/binary/dist/dsec-guest-vm
 
 .PHONY: build guest test test-fast torture demo bench deps generate lint clean
 build: bin/dsec
 
-guest: $(GUEST)
+guest: $(GUEST) $(GUESTVM)
+$(GUESTVM): $(shell find cmd/dsec-guest internal/guest internal/sandbox internal/keeper internal/confine -type f -not -name '*_test.go' 2>/dev/null) go.mod
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ ./cmd/dsec-guest/vm
 $(GUEST): $(shell find cmd/dsec-guest internal/guest internal/sandbox -name '*.go' -not -name '*_test.go' 2>/dev/null) go.mod
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ ./cmd/dsec-guest
 
 .PHONY: bin/dsec
-bin/dsec: $(GUEST)
+bin/dsec: $(GUEST) $(GUESTVM)
 	@mkdir -p bin
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $@ ./cmd/dsec
 
@@ -37,6 +40,11 @@ torture: deps build
 test-kernels:
 	test/kernels/run.sh
 
+# A small kernel for microvm and vm, from Debian's source: docs/ops/vms.md.
+.PHONY: guest-kernel
+guest-kernel:
+	scripts/guest-kernel.sh
+
 demo: deps build
 	examples/swe/run.sh
 
@@ -51,4 +59,4 @@ lint:
 	$(GO) vet ./... && test -z "$$(gofmt -l $$(git ls-files '*.go' | grep -v '\.pb\.go\|\.connect\.go'))"
 
 clean:
-	rm -rf bin $(GUEST)
+	rm -rf bin $(GUEST) $(GUESTVM)

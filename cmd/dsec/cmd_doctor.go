@@ -19,7 +19,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	if err := x.load(); err != nil {
 		return err
 	}
-	checks := container.Doctor(ctx, x.State)
+	checks := append(container.Doctor(ctx, x.State), x.vmChecks(ctx)...)
 	if c.Output == "json" {
 		return json.NewEncoder(os.Stdout).Encode(checks)
 	}

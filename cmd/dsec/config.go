@@ -46,6 +46,7 @@ type settings struct {
 		Stall  string   `toml:"stall"` // duration; "0s" never ends a body
 	} `toml:"gateway"`
 	Images imageSettings `toml:"images"`
+	VM     vmSettings    `toml:"vm"`
 	Blobs  blobSettings  `toml:"blobs"`
 	Store  []struct {
 		At string `toml:"at"`

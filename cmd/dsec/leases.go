@@ -21,6 +21,11 @@ func (m *machine) leaseLayers(ctx context.Context) error {
 		for _, id := range m.backend.LayersInUse() {
 			ids = append(ids, layer.ID(id))
 		}
+		for _, b := range m.vms {
+			for _, id := range b.LayersInUse() {
+				ids = append(ids, layer.ID(id))
+			}
+		}
 		if held = held || len(ids) > 0; held {
 			if err := m.layers.Lease(ctx, string(m.id), ids); err != nil && ctx.Err() == nil {
 				m.logger.Warn("say which layers are in use", "err", err)

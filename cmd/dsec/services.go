@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/backend/vm"
 	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/facts"
@@ -59,6 +60,7 @@ type hostFlags struct {
 type machine struct {
 	host    *host.Host
 	backend *container.Backend
+	vms     []*vm.Backend
 	trace   *trace.Source
 	log     *trajectory.Log
 	pool    *upper.Pool
@@ -136,11 +138,14 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger, Trace: m.trace}); err != nil {
 		return nil, err
 	}
+	if m.vms, err = p.openVMs(ctx, m.id, cc, layers, logger); err != nil {
+		return nil, err
+	}
 	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {
 		return nil, err
 	}
 	m.host, err = host.New(hc, host.Deps{
-		Backends: map[string]sandbox.Backend{"container": m.backend},
+		Backends: m.backends(),
 		Log:      m.log, Disk: m.pool.Free, LogDisk: func() (int64, error) { return freeSpace(p.State) },
 		Logger: logger, Registry: reg, TakeOver: takeOver(lc.Store, logger),
 	})
@@ -223,6 +228,15 @@ func freeSpace(dir string) (int64, error) {
 	return int64(st.Bavail) * st.Bsize, nil
 }
 
+// backends are those of this host, by their names.
+func (m *machine) backends() map[string]sandbox.Backend {
+	all := map[string]sandbox.Backend{"container": m.backend}
+	for _, b := range m.vms {
+		all[b.Capabilities().Backend] = b
+	}
+	return all
+}
+
 func (m *machine) close() {
 	if m.log != nil {
 		if err := m.log.Close(); err != nil {
@@ -258,6 +272,9 @@ func (m *machine) serve(ctx context.Context, stop bool, up func(), listeners ...
 	inner.Go(func() error { return m.log.Run(run) })
 	inner.Go(func() error { return m.pool.Run(run) })
 	inner.Go(func() error { return m.backend.Run(run) })
+	for _, b := range m.vms {
+		inner.Go(func() error { return b.Run(run) })
+	}
 	inner.Go(func() error { return m.trace.Run(run) })
 	if m.blobs != nil {
 		inner.Go(func() error { return m.blobs.Run(run) })
@@ -299,6 +316,9 @@ func (m *machine) stopAll() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	err := errors.Join(m.host.StopAll(ctx), m.backend.Release(ctx))
+	for _, b := range m.vms {
+		err = errors.Join(err, b.Release(ctx))
+	}
 	if err == nil {
 		m.endLease(ctx)
 	}

@@ -16,59 +16,67 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Name of the program.
-const Name = "dsec-guest"
+// Name of the program, and of the one that is process 1 of virtual machines.
+const (
+	Name   = "dsec-guest"
+	VMName = "dsec-guest-vm"
+)
 
 //go:embed all:dist
 var dist embed.FS
 
 // Open returns the program, open for reading and executing: a sealed memory file with the embedded octets (so that no sandbox and
 // no tenant can change what others run), else the file beside the running program. The caller closes it.
-func Open() (*os.File, error) {
-	f, err := dist.Open("dist/" + Name)
+func Open() (*os.File, error) { return open(Name) }
+
+// OpenVM is Open for the process 1 of virtual machines.
+func OpenVM() (*os.File, error) { return open(VMName) }
+
+func open(name string) (*os.File, error) {
+	f, err := dist.Open("dist/" + name)
 	if err == nil {
 		defer f.Close()
-		return sealed(f)
+		return sealed(name, f)
 	}
 	if !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("open the embedded %s: %w", Name, err)
+		return nil, fmt.Errorf("open the embedded %s: %w", name, err)
 	}
 	self, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("find the running program: %w", err)
 	}
-	beside, err := os.Open(filepath.Join(filepath.Dir(self), Name))
+	beside, err := os.Open(filepath.Join(filepath.Dir(self), name))
 	if err != nil {
-		return nil, fmt.Errorf("this build embeds no %s and %w: run `make build`, which builds and embeds it", Name, err)
+		return nil, fmt.Errorf("this build embeds no %s and %w: run `make build`, which builds and embeds it", name, err)
 	}
 	return beside, nil
 }
 
 // sealed copies a program into a memory file that nobody can change any more.
-func sealed(r io.Reader) (*os.File, error) {
+func sealed(name string, r io.Reader) (*os.File, error) {
 	// MFD_EXEC is needed where vm.memfd_noexec is set, and unknown before Linux 6.3.
-	fd, err := unix.MemfdCreate(Name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_EXEC)
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_EXEC)
 	if err == unix.EINVAL {
-		fd, err = unix.MemfdCreate(Name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+		fd, err = unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("make a memory file for %s: %w", Name, err)
+		return nil, fmt.Errorf("make a memory file for %s: %w", name, err)
 	}
-	f := os.NewFile(uintptr(fd), Name)
+	f := os.NewFile(uintptr(fd), name)
 	defer f.Close()
 	if _, err := io.Copy(f, r); err != nil {
-		return nil, fmt.Errorf("fill the memory file of %s: %w", Name, err)
+		return nil, fmt.Errorf("fill the memory file of %s: %w", name, err)
 	}
 	if err := f.Chmod(0o755); err != nil {
-		return nil, fmt.Errorf("make %s executable: %w", Name, err)
+		return nil, fmt.Errorf("make %s executable: %w", name, err)
 	}
 	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL); err != nil {
-		return nil, fmt.Errorf("seal %s: %w", Name, err)
+		return nil, fmt.Errorf("seal %s: %w", name, err)
 	}
 	// A descriptor that may write keeps a program from being executed (ETXTBSY) on some kernels; this one may only read.
 	ro, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))
 	if err != nil {
-		return nil, fmt.Errorf("open the memory file of %s again: %w", Name, err)
+		return nil, fmt.Errorf("open the memory file of %s again: %w", name, err)
 	}
 	return ro, nil
 }

@@ -1,0 +1,99 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"github.com/dsec-dev/dsec/internal/backend/container"
+	"github.com/dsec-dev/dsec/internal/backend/vm"
+	"github.com/dsec-dev/dsec/internal/guest/binary"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+)
+
+func wardenMain(args []string) int { return warden.Main(args) }
+
+func kvmProbeMain() int { return vmm.ProbeMain() }
+
+// vmSettings are what the config file may hold for microvm and vm.
+type vmSettings struct {
+	Off         bool   `toml:"off"`
+	Kernel      string `toml:"kernel"` // folder
+	QEMU        string `toml:"qemu"`   // program
+	NoTemplates bool   `toml:"no_templates"`
+}
+
+// probeKVM asks whether guests run by hardware here. The answer is kept until the machine is started anew.
+func (p *places) probeKVM(ctx context.Context) vmm.Verdict {
+	self, err := os.Executable()
+	if err != nil {
+		return vmm.Verdict{KVM: "broken", Reason: err.Error()}
+	}
+	return vmm.Probe(ctx, []string{self, vmm.ProbeArg}, filepath.Join(p.State, "vm", "kvm.json"))
+}
+
+// kernelFolder is where the guests' kernel lies, or empty.
+func (p *places) kernelFolder() string {
+	if p.settings.VM.Kernel != "" {
+		return p.settings.VM.Kernel
+	}
+	return vm.FindKernel(p.State)
+}
+
+// openVMs makes the backends of virtual machines that this host can have. None is no failure: doctor says why.
+func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Config, layers vm.Layers, logger *slog.Logger) (list []*vm.Backend, err error) {
+	kernel := p.kernelFolder()
+	if p.settings.VM.Off || kernel == "" {
+		return nil, nil
+	}
+	guest, err := binary.OpenVM()
+	if err != nil {
+		logger.Warn("no virtual machines", "err", err)
+		return nil, nil
+	}
+	defer guest.Close()
+	verdict := p.probeKVM(ctx)
+	for i, name := range []string{"microvm", "vm"} {
+		b, err := vm.New(ctx, vm.Config{
+			Name: name, Instance: instance(id) + name[:1], Host: string(id), StateDir: filepath.Join(p.State, name),
+			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
+			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, QEMU: p.settings.VM.QEMU,
+		}, vm.Deps{Layers: layers, Verdict: verdict, Log: logger})
+		if errors.Is(err, sandbox.ErrUnsupported) {
+			logger.Warn("no virtual machines", "err", err)
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, b)
+	}
+	return list, nil
+}
+
+// vmChecks are doctor's lines about virtual machines.
+func (p *places) vmChecks(ctx context.Context) []container.Check {
+	verdict := p.probeKVM(ctx)
+	kvm := container.Check{Feature: "KVM", OK: verdict.Usable(), Detail: fmt.Sprintf("runs guests (%.1f ns an instruction)", verdict.NsPerInsn)}
+	if !kvm.OK {
+		kvm.Detail = verdict.KVM + ": " + verdict.Reason
+		kvm.Fix = "microvm and vm run translated, with allow_degraded alone"
+	}
+	q := container.Check{Feature: "QEMU"}
+	if d, err := vmm.NewQEMU(ctx, vmm.QEMUConfig{Program: p.settings.VM.QEMU, Verdict: verdict}); err != nil {
+		q.Detail, q.Fix = err.Error(), "install qemu-system-x86"
+	} else {
+		f := d.Features()
+		q.OK, q.Detail = true, fmt.Sprintf("%s, accelerator %s, degraded: %v", f.Version, f.Accelerator, f.Degraded)
+	}
+	k := container.Check{Feature: "guest kernel", Detail: p.kernelFolder(), OK: p.kernelFolder() != ""}
+	if !k.OK {
+		k.Detail, k.Fix = "none found", "`make guest-kernel`, or [vm] kernel in the config: docs/ops/vms.md"
+	}
+	return []container.Check{kvm, q, k}
+}
