@@ -80,6 +80,12 @@ func main() {
 	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
 		os.Exit(kvmProbeMain())
 	}
+	if len(os.Args) > 1 && os.Args[1] == "warden" {
+		os.Exit(wardenMain(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
+		os.Exit(kvmProbeMain())
+	}
 	var c cli
 	k := kong.Must(&c, kong.Name("dsec"),
 		kong.Description("Sandboxes for agents: isolated, stateful environments that start in milliseconds, and a log that never lies."),
