@@ -123,6 +123,7 @@ type Client struct {
 	LayerService dsecv1connect.LayerServiceClient
 	ImageService dsecv1connect.ImageServiceClient
 	JobService   dsecv1connect.JobServiceClient
+	Restores     dsecv1connect.RestoreServiceClient
 	Logs         dsecv1connect.LogServiceClient
 	Keys         dsecv1connect.IamServiceClient
 }
@@ -190,6 +191,7 @@ func New(cfg Config) (*Client, error) {
 	c.LayerService = dsecv1connect.NewLayerServiceClient(c.http, c.base, opts...)
 	c.ImageService = dsecv1connect.NewImageServiceClient(c.http, c.base, opts...)
 	c.JobService = dsecv1connect.NewJobServiceClient(c.http, c.base, opts...)
+	c.Restores = dsecv1connect.NewRestoreServiceClient(c.http, c.base, opts...)
 	c.Logs = dsecv1connect.NewLogServiceClient(c.http, c.base, opts...)
 	c.Keys = dsecv1connect.NewIamServiceClient(c.http, c.base, opts...)
 	return c, nil

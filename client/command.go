@@ -23,13 +23,15 @@ type Cmd struct {
 	StdinOpen bool // more comes by Process.Write
 	Terminal  *dsecv1.Terminal
 	Timeout   time.Duration
-	OutputCap int64 // octets a stream
+	OutputCap int64    // octets a stream
+	Restore   string   // what a restore of its sandbox does with it: repeat, verify or never; see docs/trainer.md
+	Check     []string // of verify: exit code 0 says that it need not be done again, 1 that it must
 }
 
 func (s *Sandbox) startRequest(c Cmd) *dsecv1.StartRequest {
 	r := &dsecv1.StartRequest{Sandbox: s.ID, Id: c.ID, Env: envVars(c.Env, c.Secret), User: c.User, Stdin: c.Stdin,
 		StdinOpen: c.StdinOpen || c.Terminal != nil, // a terminal without input would end its shell at once
-		Terminal:  c.Terminal, TimeoutMs: c.Timeout.Milliseconds(), OutputCap: c.OutputCap}
+		Terminal:  c.Terminal, TimeoutMs: c.Timeout.Milliseconds(), OutputCap: c.OutputCap, Restore: c.Restore, Check: c.Check}
 	r.Argv, r.ArgvRaw = octetList(c.Argv)
 	r.Cwd, r.CwdRaw = octets(c.Cwd)
 	return r

@@ -21,10 +21,16 @@ type Job struct {
 // OpenJob makes or joins a job; an empty name makes a new one under a name of its own. With lease > 0 (60 s at most) it is renewed
 // in the background every third of it until Close; onLeaseEnd is stop (default), pause or keep.
 func (c *Client) OpenJob(ctx context.Context, name string, lease time.Duration, onLeaseEnd string) (*Job, error) {
-	if name == "" {
-		name = "job-" + strings.ToLower(rand.Text())
+	return c.OpenJobOf(ctx, &dsecv1.Job{Name: name, LeaseMs: lease.Milliseconds(), OnLeaseEnd: onLeaseEnd})
+}
+
+// OpenJobOf is [Client.OpenJob] with all that a job can say: also how long its records are kept, and what restores do with its commands.
+func (c *Client) OpenJobOf(ctx context.Context, job *dsecv1.Job) (*Job, error) {
+	if job.Name == "" {
+		job.Name = "job-" + strings.ToLower(rand.Text())
 	}
-	if _, err := call(ctx, c, c.JobService.Put, &dsecv1.PutJobRequest{Job: &dsecv1.Job{Name: name, LeaseMs: lease.Milliseconds(), OnLeaseEnd: onLeaseEnd}}); err != nil {
+	name, lease := job.Name, time.Duration(job.LeaseMs)*time.Millisecond
+	if _, err := call(ctx, c, c.JobService.Put, &dsecv1.PutJobRequest{Job: job}); err != nil {
 		return nil, err
 	}
 	j := &Job{Name: name, c: c, cancel: func() {}}

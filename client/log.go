@@ -70,17 +70,18 @@ func (s *Sandbox) Records(ctx context.Context, from int64, follow bool) iter.Seq
 type ExportOptions struct {
 	Job         string
 	Labels      map[string]string
-	Reward      string // as in ">0", "==1"; "none" has no reward, "any" has one
-	Ended       bool   // of ended sandboxes alone
-	Rows        string // steps (default) | trajectories
-	OutputLimit int64  // octets of each stream in a row; 0 is 64 KiB, -1 none
+	Reward      string   // as in ">0", "==1"; "none" has no reward, "any" has one
+	Ended       bool     // of ended sandboxes alone
+	Rows        string   // steps (default) | trajectories
+	OutputLimit int64    // octets of each stream in a row; 0 is 64 KiB, -1 none
+	Without     []string // labels that none has, as dsec-replay
 }
 
 // Export writes rows of JSON, one a line, as they come; nothing is held whole. When hosts did not answer, what the others have is written
 // and the error, which wraps ErrUnavailable, names them.
 func (c *Client) Export(ctx context.Context, o ExportOptions, w io.Writer) error {
 	st, err := c.Logs.Export(ctx, connect.NewRequest(&dsecv1.ExportRequest{Rows: o.Rows, OutputLimit: o.OutputLimit,
-		Filter: &dsecv1.TrajectoryFilter{Job: o.Job, Labels: o.Labels, Reward: o.Reward, Ended: o.Ended}}))
+		Filter: &dsecv1.TrajectoryFilter{Job: o.Job, Labels: o.Labels, Reward: o.Reward, Ended: o.Ended, WithoutLabels: o.Without}}))
 	if err != nil {
 		return wrap(err)
 	}

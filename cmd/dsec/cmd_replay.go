@@ -131,7 +131,11 @@ func (p *player) lookAhead(ctx context.Context) error {
 	p.signals, p.counts = map[string]bool{}, map[replay.Verdict]int{}
 	var spec *dsecv1.Spec
 	last := map[string]int64{}
+	var restored restores
 	err := p.cl.Log(ctx, &dsecv1.ReadLogRequest{Sandbox: p.was.ID, FromSeq: 1}, func(r *dsecv1.LogRecord) error {
+		if restored.part(r) {
+			return nil
+		}
 		switch r.Kind {
 		case "create":
 			q := &dsecv1.HostCreateRequest{}
@@ -190,13 +194,41 @@ func octetsOf(text string, raw []byte) string {
 	return text
 }
 
+// restores leaves out what restores wrote into a log: a replay does the original steps, in one sandbox.
+type restores struct{ seen, under bool }
+
+func (x *restores) part(r *dsecv1.LogRecord) bool {
+	switch r.Kind {
+	case "redo", "restored", "recalled":
+		return true
+	case "create":
+		x.under = x.seen && r.Epoch > 0
+		x.seen = true
+		return x.under
+	case "state":
+		if x.under && r.State == "running" {
+			x.under = false
+		}
+		return x.under
+	case "void":
+		was := x.under
+		x.under = false
+		return was
+	}
+	return x.under
+}
+
 // play goes through the log once more and does what it says.
 func (p *player) play(ctx context.Context) error {
 	stopped := false
+	var restored restores
 	err := p.cl.Log(ctx, &dsecv1.ReadLogRequest{Sandbox: p.was.ID, FromSeq: 1, Output: true}, func(r *dsecv1.LogRecord) error {
+		if restored.part(r) {
+			return nil
+		}
 		switch r.Kind {
 		case "state":
-			stopped = stopped || r.State == "stopping" || r.State == "stopped" || r.State == "failed"
+			stopped = r.State != "running" && stopped || r.State == "stopping" || r.State == "stopped" || r.State == "failed"
 		case "create", "lifetime", "verdict", "denied", "session_opened", "resize", "signal", "void", "lost", "create_failed":
 		case "output":
 			if o := p.open[r.Step]; o != nil && !r.Late {

@@ -41,6 +41,7 @@ type cli struct {
 	Verdict  verdictCmd  `cmd:"" group:"sandboxes" help:"Attach a reward and metadata to a trajectory."`
 	Trace    traceCmd    `cmd:"" group:"sandboxes" help:"Show what the steps of a sandbox did: files, processes, I/O."`
 	Replay   replayCmd   `cmd:"" group:"sandboxes" help:"Do the recorded steps of a sandbox again in a fresh one and compare."`
+	Restore  restoreCmd  `cmd:"" group:"sandboxes" help:"Make a sandbox that is gone again, from its trajectory."`
 	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
@@ -73,12 +74,6 @@ func main() {
 	}
 	if len(os.Args) > 1 && os.Args[1] == "blobd" {
 		os.Exit(blobdMain(os.Args[2:]))
-	}
-	if len(os.Args) > 1 && os.Args[1] == "warden" {
-		os.Exit(wardenMain(os.Args[2:]))
-	}
-	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
-		os.Exit(kvmProbeMain())
 	}
 	if len(os.Args) > 1 && os.Args[1] == "warden" {
 		os.Exit(wardenMain(os.Args[2:]))

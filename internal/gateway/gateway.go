@@ -109,6 +109,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
 		dsecv1connect.SandboxServiceCreateBatchProcedure: 15 * time.Minute,
 		dsecv1connect.ImageServicePutImageProcedure:      15 * time.Minute,
+		dsecv1connect.RestoreServiceRestoreProcedure:     5 * time.Minute, // above its own wait
 		dsecv1connect.SandboxServiceCreateProcedure:      5 * time.Minute, // above the request's own deadline
 	}}
 	if d.Registry != nil {
@@ -133,6 +134,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.Handle(dsecv1connect.NewFileServiceHandler(files{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobs{g: g}, opts...))
+	mux.Handle(dsecv1connect.NewRestoreServiceHandler(restores{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLayerServiceHandler(layers{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewImageServiceHandler(images{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewIamServiceHandler(keys{g: g}, opts...))
@@ -295,11 +297,19 @@ func (g *Gateway) locate(ctx context.Context, ref string) (string, *rpc.Peer, er
 
 func (g *Gateway) peerOf(ctx context.Context, id sandbox.ID) (*rpc.Peer, error) {
 	host := id.Host()
-	if p, ok := g.fleet.Peer(host); ok {
+	p, ok := g.fleet.Peer(host)
+	if !ok {
+		g.ready(ctx)
+		p, ok = g.fleet.Peer(host)
+	}
+	if ok && g.seemsUp(p) {
 		return p, nil
 	}
-	g.ready(ctx)
-	if p, ok := g.fleet.Peer(host); ok {
+	// It may have been restored elsewhere: who goes on with it also answers for it.
+	if moved := g.movedTo(ctx, id); moved != nil {
+		return moved, nil
+	}
+	if ok {
 		return p, nil
 	}
 	if f := g.fleet.Fleet(); len(f.Nameless) > 0 {

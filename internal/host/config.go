@@ -96,6 +96,7 @@ type Log interface {
 	Stores() bool
 	Ship(ctx context.Context) error
 	Sync(ctx context.Context) error
+	Fenced(ctx context.Context) (bool, error)
 	Import(ctx context.Context, id trajectory.ID, recs []trajectory.Record) error
 	Keep(from interface {
 		OpenInput(in *trajectory.Input) (io.ReadCloser, error)

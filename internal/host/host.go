@@ -56,6 +56,7 @@ type Host struct {
 	creating int
 	draining bool
 	closed   bool
+	looking  bool // whether the place in the store is still ours
 	mem      reading
 }
 
@@ -110,6 +111,7 @@ func (h *Host) Run(ctx context.Context) error {
 			return nil
 		case <-look.C:
 			short = h.tellSpace(short)
+			h.lookForFence()
 		case <-tick.C:
 			h.expire(h.life)
 		}

@@ -563,11 +563,6 @@ func (h *Host) prepare(o orphan) error {
 		}
 		o.b.active++
 	}
-	for _, r := range o.b.redos {
-		if !r.over && !r.takesOver {
-			o.b.active++
-		}
-	}
 	return nil
 }
 

@@ -389,3 +389,45 @@ func (h *Host) endLost(ctx context.Context, id trajectory.ID, st *story, lost sa
 	h.settle(o)
 	return b, b.waitEnd(ctx)
 }
+
+// lookForFence ends all sandboxes when another host has taken this one for lost: what they do is recorded nowhere any more, and they may be
+// restored elsewhere.
+func (h *Host) lookForFence() {
+	h.mu.Lock()
+	busy := h.looking || len(h.alive) == 0
+	h.looking = h.looking || !busy
+	h.mu.Unlock()
+	if busy || !h.deps.Log.Stores() {
+		h.doneLooking(busy)
+		return
+	}
+	if !h.goes(func() {
+		defer h.doneLooking(false)
+		ctx, cancel := h.bounded(shipWait)
+		defer cancel()
+		fenced, err := h.deps.Log.Fenced(ctx)
+		if err != nil && h.life.Err() == nil {
+			h.log.Debug("look whether the place in the store is still this host's", "err", err)
+		}
+		if !fenced {
+			return
+		}
+		all := h.find(func(*box) bool { return true })
+		h.log.Error("another has taken this host for lost: its sandboxes are ended", "sandboxes", len(all))
+		h.Drain(true)
+		for _, b := range all {
+			h.end(b, sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "host_lost", Detail: "another host took this one's place in the store"})
+		}
+	}) {
+		h.doneLooking(false)
+	}
+}
+
+func (h *Host) doneLooking(wasBusy bool) {
+	if wasBusy {
+		return
+	}
+	h.mu.Lock()
+	h.looking = false
+	h.mu.Unlock()
+}

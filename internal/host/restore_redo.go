@@ -41,7 +41,7 @@ var errDiverged = errors.New("a step came to something else than recorded")
 
 // redo is a command that a restore started again. Fields are under the box's lock.
 type redo struct {
-	takesOver bool // its key is answered by it: the original has no end
+	takesOver bool // its key is answered by it: the original has no end, or ended with its sandbox
 	over      bool
 	early     *sandbox.Outcome // its end, when that came before the restore was complete
 	done      chan struct{}    // closed then; nil once the host that did it is gone
@@ -56,36 +56,18 @@ var errSealing = fmt.Errorf("a restore is being completed: %w", rpc.ErrUnavailab
 // redoEnded takes the end of a command that a restore started again; false when it ends as any other.
 func (b *box) redoEnded(s *step, o sandbox.Outcome) (bool, error) {
 	b.mu.Lock()
+	defer b.mu.Unlock()
 	r := b.redos[s.id]
 	switch {
 	case r == nil, r.takesOver && b.state != sandbox.Creating:
-		b.mu.Unlock()
 		return false, nil
-	case r.over:
-		b.mu.Unlock()
-		return true, nil
-	case b.state == sandbox.Creating:
-		defer b.mu.Unlock()
-		if r.early != nil {
-			return true, nil
-		}
-		if b.sealing {
-			return true, errSealing
-		}
-		r.early = &o
-		close(r.done)
-		return true, nil
+	case r.early != nil || b.state != sandbox.Creating:
+		return true, nil // it was told before
+	case b.sealing:
+		return true, errSealing
 	}
-	b.mu.Unlock()
-	if err := b.noteRedo(s.id, &dsecv1.Redo{Seq: int64(s.seq), State: redoEnded, Outcome: rpc.OutcomeProto(o)}); err != nil {
-		return true, err
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if !r.over {
-		r.over = true
-		b.rest()
-	}
+	r.early = &o
+	close(r.done)
 	return true, nil
 }
 
@@ -207,9 +189,9 @@ func (r *restoring) start(ctx context.Context, d *deed, rec *trajectory.Record) 
 	}
 	c.ID = d.key
 	c.Fill(r.b.spec)
-	again := &redo{takesOver: !d.ended && !d.killed, done: make(chan struct{})}
+	again := &redo{takesOver: !d.ended, done: make(chan struct{})}
 	m2 := &dsecv1.Redo{Seq: int64(d.seq), State: redoStarted, TakesOver: again.takesOver}
-	if !d.ended {
+	if again.takesOver {
 		m2.State = redoRunning
 		r.left = append(r.left, d.key)
 		r.a.change(func(a *dsecv1.RestoreResponse) {
@@ -595,9 +577,8 @@ func (r *restoring) seal(ctx context.Context) error {
 			return err
 		}
 		b.mu.Lock()
-		if again.over = true; again.takesOver {
-			s.finish(o)
-		}
+		again.over = true
+		s.finish(o)
 		b.mu.Unlock()
 	}
 	last := trajectory.Record{Kind: trajectory.KindRedo, Payload: encode(tagRestored, &dsecv1.Restored{Id: r.o.id, Base: r.p.base.name(), BaseSeq: int64(r.p.base.seq), LastSeq: int64(r.p.last)})}

@@ -144,3 +144,23 @@ func (l *Log) Keep(from interface {
 	}
 	return nil, err
 }
+
+// Fenced looks whether the log's place in the store was taken by another. The log takes nothing more then.
+func (l *Log) Fenced(ctx context.Context) (bool, error) {
+	if l.cfg.Store == nil {
+		return false, nil
+	}
+	if err := l.epochMu.lock(ctx); err != nil {
+		return false, err
+	}
+	owned := l.owned
+	l.epochMu.unlock()
+	if !owned { // it has promised nothing through the store yet
+		return false, nil
+	}
+	err := l.checkEpoch(ctx)
+	if errors.Is(err, errFenced) {
+		return true, nil
+	}
+	return false, err
+}
