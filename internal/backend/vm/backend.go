@@ -159,7 +159,7 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	f := b.driver.Features()
 	c := sandbox.Capabilities{
 		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen}, Networks: []string{string(sandbox.NetworkNone)},
-		Terminal: true, Sessions: true, Ports: true,
+		Snapshot: true, Terminal: true, Sessions: true, Ports: true,
 		Features: map[string]string{"driver": f.Driver + " " + f.Version, "accelerator": string(f.Accelerator), "kernel": b.kernel.Release},
 	}
 	if f.Degraded {
