@@ -78,6 +78,7 @@ func (p *places) openLayers(id sandbox.HostID, stores []string, st store.Store, 
 				return nil, nil, err
 			}
 		}
+		c.Eager = c.Eager || strings.Contains(n, "://") // the first create need not wait for it
 		c.Stores = append(c.Stores, n)
 	}
 	exe, err := os.Executable()

@@ -53,6 +53,7 @@ type blob struct {
 	state    []uint8
 	last     []atomic.Uint32 // last use of each unit, seconds since the daemon's start
 	kept     int             // units in the file
+	held     map[int][]byte  // units that are to be written; see held.go
 	complete bool
 
 	flightMu sync.Mutex
@@ -195,9 +196,14 @@ func (b *blob) writeBit(i int) {
 	}
 }
 
-// cached reads from the cache file what is verified: false when the unit is not.
+// cached reads what is verified from memory or the cache file: false when the unit is not.
 func (b *blob) cached(i int, dst []byte, at int64) bool {
 	b.mu.RLock()
+	if data := b.held[i]; data != nil {
+		b.mu.RUnlock()
+		copy(dst, data[at:]) // what is held never changes
+		return true
+	}
 	ok := b.state[i] == verified && b.file != nil
 	if ok {
 		b.last[i].Store(b.s.clock())
@@ -211,15 +217,12 @@ func (b *blob) cached(i int, dst []byte, at int64) bool {
 	return ok
 }
 
-// ready reports whether all of a range can be read from the cache file.
+// ready reports whether all of a range can be read without a fetch.
 func (b *blob) ready(off int64, n int) bool {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
-	if b.file == nil {
-		return false
-	}
 	for i := off / UnitSize; i <= (off+int64(n)-1)/UnitSize; i++ {
-		if b.state[i] != verified {
+		if b.held[int(i)] == nil && (b.state[i] != verified || b.file == nil) {
 			return false
 		}
 	}
@@ -366,6 +369,9 @@ func (b *blob) local() *os.File {
 func (b *blob) empty() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	for i := range b.held {
+		b.unhold(i)
+	}
 	b.openFiles()
 	if b.file == nil {
 		return true

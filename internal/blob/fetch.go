@@ -98,8 +98,9 @@ func (b *blob) join(i int, ahead bool) *flight {
 			b.s.urgent.Add(-1)
 		}
 		// Whoever waits goes on; until the unit is kept, it is found in its flight.
+		b.s.touched.Store(time.Now().UnixNano())
 		if f.err == nil {
-			if !stored && !b.store(i, data) {
+			if !stored && !b.hold(i, data) && !b.store(i, data) {
 				b.s.recent.put(b, i, data)
 			}
 			b.land(i)
@@ -116,10 +117,11 @@ func (b *blob) land(i int) {
 
 // fetch gets a unit from the store and compares it with its digest; it tries until the context ends.
 func (b *blob) fetch(ctx context.Context, i int) ([]byte, error) {
-	missing := 0
+	missing, first := 0, true
 	for pause := firstPause; ; pause = min(2*pause, longestPause) {
 		began := time.Now()
-		data, err := b.attempt(ctx, i)
+		data, err := b.attempt(ctx, i, first)
+		first = false
 		if err == nil {
 			b.s.metrics.fetched.Add(int64(len(data)))
 			b.s.metrics.latency.observe(time.Since(began))
@@ -143,7 +145,7 @@ func (b *blob) fetch(ctx context.Context, i int) ([]byte, error) {
 }
 
 // attempt reads a unit once. A store that hangs keeps its slot but not the caller.
-func (b *blob) attempt(ctx context.Context, i int) ([]byte, error) {
+func (b *blob) attempt(ctx context.Context, i int, first bool) ([]byte, error) {
 	select {
 	case b.s.slots <- struct{}{}:
 	case <-ctx.Done():
@@ -158,7 +160,7 @@ func (b *blob) attempt(ctx context.Context, i int) ([]byte, error) {
 	defer cancel()
 	go func() {
 		defer func() { <-b.s.slots }()
-		data, err := b.readStore(ctx, i)
+		data, err := b.readStore(ctx, i, first)
 		ch <- result{data, err}
 	}()
 	select {
@@ -169,13 +171,19 @@ func (b *blob) attempt(ctx context.Context, i int) ([]byte, error) {
 	}
 }
 
-func (b *blob) readStore(ctx context.Context, i int) ([]byte, error) {
+// readStore reads a unit. The first try leaves all comparing to the unit's digest; later ones let the store find out what is wrong, and
+// look elsewhere.
+func (b *blob) readStore(ctx context.Context, i int, first bool) ([]byte, error) {
 	src, err := b.use(ctx)
 	if err != nil {
 		return nil, err
 	}
 	buf := make([]byte, b.data.unitLen(i))
-	n, err := store.ReadAt(ctx, src.r, buf, int64(i)*UnitSize)
+	read := store.ReadAt
+	if first {
+		read = store.ReadAtUnchecked
+	}
+	n, err := read(ctx, src.r, buf, int64(i)*UnitSize)
 	if n == len(buf) {
 		err = nil
 	} else if err == nil || err == io.EOF {

@@ -66,7 +66,8 @@ type Layers struct {
 	mu     sync.Mutex
 	tried  map[[2]uint64]bool // pairs of file systems, for metadata and contents: whether EROFS reads files there
 	whole  map[string]*wholeFetch
-	noFile bool // this kernel's EROFS reads no files at all
+	noFile bool            // this kernel's EROFS reads no files at all
+	sure   map[string]bool // copies that were compared with their digests by this process
 }
 
 type wholeFetch struct {
@@ -85,7 +86,7 @@ func NewLayers(cfg LayersConfig, c *layer.Catalogue, st store.Store, blobs Opene
 	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("folder of layers: %w", err)
 	}
-	return &Layers{Catalogue: c, cfg: cfg, store: st, blobs: blobs, log: log, tried: map[[2]uint64]bool{}, whole: map[string]*wholeFetch{}}, nil
+	return &Layers{Catalogue: c, cfg: cfg, store: st, blobs: blobs, log: log, tried: map[[2]uint64]bool{}, sure: map[string]bool{}, whole: map[string]*wholeFetch{}}, nil
 }
 
 // Files opens a layer's image. The caller closes it.
@@ -118,8 +119,29 @@ func (l *Layers) form(ctx context.Context, f layer.Form) (files LayerFiles, err 
 	defer func() {
 		if err != nil && files.Meta != nil {
 			files.Close()
+		} else if err != nil && files.Data != nil {
+			files.Data.Close()
 		}
 	}()
+	if f.Data != nil && (!l.cfg.Seen || l.blobs == nil) {
+		if files.Data, err = l.local(f.Data.Digest, f.Data.Size); err != nil {
+			return files, fmt.Errorf("its contents: %w", err)
+		}
+	}
+	// Contents that are far are opened, and the fetching of the hot ones begins, while the metadata comes.
+	far := func() (*os.File, error) { return l.contents(ctx, *f.Data) }
+	if f.Data != nil && files.Data == nil {
+		var waitFor func() (*os.File, error)
+		waitFor = beside(far)
+		far = waitFor
+		defer func() {
+			if files.Data == nil { // not asked for
+				if file, err := waitFor(); err == nil {
+					file.Close()
+				}
+			}
+		}()
+	}
 	var ours bool // the metadata is a copy of ours
 	files.Meta, err = l.local(f.Digest, f.Size)
 	if files.Meta == nil && err == nil {
@@ -135,11 +157,6 @@ func (l *Layers) form(ctx context.Context, f layer.Form) (files LayerFiles, err 
 		}
 		return files, err
 	}
-	if !l.cfg.Seen || l.blobs == nil {
-		if files.Data, err = l.local(f.Data.Digest, f.Data.Size); err != nil {
-			return files, fmt.Errorf("its contents: %w", err)
-		}
-	}
 	if !ours && !l.mountable(files.Meta, nil) {
 		if err = l.replace(ctx, &files, f); err != nil {
 			return files, err
@@ -150,13 +167,34 @@ func (l *Layers) form(ctx context.Context, f layer.Form) (files LayerFiles, err 
 		files.Data = nil
 	}
 	if files.Data == nil {
-		files.Data, err = l.contents(ctx, *f.Data)
+		files.Data, err = far()
 		files.Direct = l.cfg.Direct
 	}
 	if err != nil {
 		return files, fmt.Errorf("its contents: %w", err)
 	}
 	return files, nil
+}
+
+// beside calls f at once on a goroutine of its own; what it returns waits for the result, which is given out once.
+func beside(f func() (*os.File, error)) func() (*os.File, error) {
+	type result struct {
+		file *os.File
+		err  error
+	}
+	ch := make(chan result, 1)
+	go func() {
+		file, err := f()
+		ch <- result{file, err}
+		close(ch)
+	}()
+	return func() (*os.File, error) {
+		r, ok := <-ch
+		if !ok {
+			return nil, os.ErrClosed
+		}
+		return r.file, r.err
+	}
 }
 
 // replace takes a copy of the metadata, since the kernel mounts no file of the store's file system.
@@ -297,7 +335,7 @@ func (l *Layers) fetch(ctx context.Context, digest string, size int64) (*os.File
 	path := filepath.Join(l.cfg.Dir, h)
 	for {
 		if f, err := os.Open(path); err == nil {
-			if st, err := f.Stat(); err == nil && st.Size() == size {
+			if st, err := f.Stat(); err == nil && st.Size() == size && l.right(f, h, size) {
 				now := time.Now()
 				os.Chtimes(path, now, now) // the last use
 				return f, nil
@@ -332,11 +370,47 @@ func (l *Layers) fetch(ctx context.Context, digest string, size int64) (*os.File
 	}
 }
 
+// right says whether a copy has the octets that it was made of. One of at most quickSize is not synced when it is made, since a start waits
+// for that; so it is compared at its first use by each process.
+func (l *Layers) right(f *os.File, h string, size int64) bool {
+	if size > quickSize {
+		return true
+	}
+	l.mu.Lock()
+	sure := l.sure[h]
+	l.mu.Unlock()
+	if sure {
+		return true
+	}
+	sum := sha256.New()
+	if n, err := io.Copy(sum, io.NewSectionReader(f, 0, size)); err != nil || n != size || hex.EncodeToString(sum.Sum(nil)) != h {
+		l.log.Warn("a copy has other octets than it should: it is fetched again", "file", f.Name(), "err", err)
+		return false
+	}
+	l.setSure(h)
+	return true
+}
+
+const (
+	quickSize = 64 << 20 // octets
+	maxSure   = 1 << 16
+)
+
+func (l *Layers) setSure(h string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.sure) >= maxSure {
+		clear(l.sure)
+	}
+	l.sure[h] = true
+}
+
 func (l *Layers) fetchWhole(ctx context.Context, digest string, size int64, path string) error {
 	l.makeRoom(size)
 	var last error
-	for pause := firstPause; ; pause = min(2*pause, longestPause) {
-		if last = l.fetchOnce(ctx, digest, size, path); last == nil || errors.Is(last, sandbox.ErrNotFound) || errors.Is(last, unix.ENOSPC) {
+	first := true
+	for pause := firstPause; ; pause, first = min(2*pause, longestPause), false {
+		if last = l.fetchOnce(ctx, digest, size, path, first); last == nil || errors.Is(last, sandbox.ErrNotFound) || errors.Is(last, unix.ENOSPC) {
 			return last
 		}
 		select {
@@ -347,7 +421,11 @@ func (l *Layers) fetchWhole(ctx context.Context, digest string, size int64, path
 	}
 }
 
-func (l *Layers) fetchOnce(ctx context.Context, digest string, size int64, path string) (err error) {
+// fetchPiece is how much of an object is asked for at once, in octets: a store that is far answers several requests in the time of one.
+const fetchPiece = 8 << 20
+
+// fetchOnce fetches an object; after the first try the store compares on its own, and looks elsewhere for what is wrong.
+func (l *Layers) fetchOnce(ctx context.Context, digest string, size int64, path string, first bool) (err error) {
 	r, err := l.store.Open(ctx, layer.BlobKey(digest))
 	if err != nil {
 		return err
@@ -366,11 +444,18 @@ func (l *Layers) fetchOnce(ctx context.Context, digest string, size int64, path 
 			os.Remove(f.Name())
 		}
 	}()
+	read := store.ReadAt
+	if first { // all of it is compared below
+		read = store.ReadAtUnchecked
+	}
 	sum := sha256.New()
-	buf := make([]byte, UnitSize)
+	buf := make([]byte, min(size, fetchPiece))
 	for at := int64(0); at < size; {
 		part := buf[:min(int64(len(buf)), size-at)]
-		if _, err := r.ReadAt(part, at); err != nil && err != io.EOF {
+		if n, err := read(ctx, r, part, at); n < len(part) {
+			if err == nil {
+				err = io.ErrUnexpectedEOF
+			}
 			return fmt.Errorf("read object %s: %w", digest, err)
 		}
 		if ctx.Err() != nil {
@@ -386,10 +471,16 @@ func (l *Layers) fetchOnce(ctx context.Context, digest string, size int64, path 
 	if !bytes.Equal(sum.Sum(nil), want) {
 		return fmt.Errorf("object %s has other octets: %w", digest, sandbox.ErrLost)
 	}
-	if err := f.Sync(); err != nil { // what a crash leaves under the name is right
+	if size > quickSize {
+		if err := f.Sync(); err != nil { // what a crash leaves under the name is right
+			return err
+		}
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
 		return err
 	}
-	return os.Rename(f.Name(), path)
+	l.setSure(filepath.Base(path))
+	return nil
 }
 
 // makeRoom removes copies that were used longest ago. Mounts of them go on: their octets leave with the last.

@@ -149,3 +149,45 @@ func TestCopiesOfMetadataHaveALimit(t *testing.T) {
 		t.Errorf("%d copies are kept, want 2", len(left))
 	}
 }
+
+// A copy of metadata is not synced: what a crash of the machine, or a bad disk, made of it is found before it is mounted.
+func TestCopiesAreComparedAtTheirFirstUse(t *testing.T) {
+	dir := diskDir(t)
+	st, err := store.NewDir(filepath.Join(dir, "store"))
+	do(t, err)
+	far := storetest.NewFaulty(st, 1, nil, storetest.Faults{})
+	c, id, _ := importTree(t, st, layer.FormSplit)
+	d, err := c.Descriptor(context.Background(), id)
+	do(t, err)
+	files := func() (copied string, same bool) {
+		l, err := NewLayers(LayersConfig{Dir: filepath.Join(dir, "layers")}, c, far, nil, discard())
+		do(t, err)
+		f, err := l.Files(context.Background(), id)
+		do(t, err)
+		defer f.Close()
+		b, err := io.ReadAll(io.NewSectionReader(f.Meta, 0, 1<<30))
+		do(t, err)
+		return f.Meta.Name(), digestOf(b) == d.Forms[0].Digest
+	}
+	path, ok := files()
+	for what, spoil := range map[string]func() error{
+		"zeros":   func() error { return os.WriteFile(path, make([]byte, d.Forms[0].Size), 0o600) },
+		"shorter": func() error { return os.Truncate(path, d.Forms[0].Size-1) },
+		"a bit": func() error {
+			b, err := os.ReadFile(path)
+			if err == nil {
+				b[len(b)/2] ^= 4
+				err = os.WriteFile(path, b, 0o600)
+			}
+			return err
+		},
+	} {
+		if !ok {
+			t.Fatal("wrong octets")
+		}
+		do(t, spoil())
+		if _, ok = files(); !ok {
+			t.Errorf("%s: a spoilt copy was used", what)
+		}
+	}
+}

@@ -22,7 +22,12 @@ import (
 // fuseFD is the descriptor under which the supervisor gives a daemon its connection.
 const fuseFD = 3
 
-const memoryLimit = 384 << 20 // of the daemon's heap; its cgroup, where there is one with a memory controller, gets twice that
+const (
+	memoryLimit = 384 << 20 // of the daemon's heap; its cgroup, where there is one with a memory controller, gets twice that
+	// heapGrowth is in percent. Nearly all of the heap are units without a pointer that live for a moment: few collections are enough, and
+	// the limit bounds the rest.
+	heapGrowth = 400
+)
 
 func (c *Config) flags(stores []string, group string) []string {
 	f := []string{"--run", c.RunDir, "--cache", c.CacheDir, "--limit", strconv.FormatInt(c.Limit, 10), "--deadline", c.Deadline.String(),
@@ -78,6 +83,7 @@ func run(args []string, open func([]string) (store.Store, error), log *slog.Logg
 	defer cancel()
 	signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 	debug.SetMemoryLimit(memoryLimit)
+	debug.SetGCPercent(heapGrowth)
 	protect(group, log)
 	st, err := open(stores)
 	if err != nil {

@@ -4,6 +4,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // latencyBounds are the upper bounds of the histogram's buckets, in seconds.
@@ -47,9 +49,11 @@ type Stats struct {
 	Opens      int64 `json:"opens"`
 
 	Cached  int64 `json:"cached"` // octets in the cache
+	Held    int64 `json:"held"`   // octets in memory that are to be written to it
 	Limit   int64 `json:"limit"`  // octets
 	Blobs   int64 `json:"blobs"`
 	Waiting int64 `json:"waiting"` // reads that wait for the store
+	CPU     int64 `json:"cpu"`     // nanoseconds that the daemon has run
 
 	// LatencyCounts are fetches by how long the store took: up to each of LatencyBounds (seconds), and longer.
 	LatencyBounds []float64 `json:"latency_bounds"`
@@ -67,6 +71,13 @@ func (s *Server) stats() Stats {
 	}
 	for i := range m.latency.counts {
 		st.LatencyCounts = append(st.LatencyCounts, m.latency.counts[i].Load())
+	}
+	s.held.mu.Lock()
+	st.Held = s.held.octets
+	s.held.mu.Unlock()
+	var used unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &used) == nil {
+		st.CPU = used.Utime.Nano() + used.Stime.Nano()
 	}
 	s.mu.Lock()
 	st.Blobs = int64(len(s.blobs))

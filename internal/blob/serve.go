@@ -150,7 +150,9 @@ func (s *Server) read(r request) error {
 	n := int(max(0, min(size, b.data.Size-off)))
 	s.metrics.reads.Add(1)
 	s.metrics.asked.Add(int64(n))
-	b.used.Store(time.Now().UnixNano())
+	now := time.Now().UnixNano()
+	b.used.Store(now)
+	s.touched.Store(now)
 	if n == 0 {
 		return s.conn.fail(r.unique, 0)
 	}

@@ -93,6 +93,8 @@ type Server struct {
 	toldFetch atomic.Int64
 	evicting  sync.Mutex
 	recent    recent
+	held      held
+	touched   atomic.Int64 // last read or fetch, Unix nanoseconds
 	metrics   metrics
 
 	waitMu  sync.Mutex
@@ -137,7 +139,7 @@ func NewServer(cfg Config, st store.Store, fuse *os.File, log *slog.Logger) (*Se
 	}
 	fuse.Close()
 	s := &Server{cfg: cfg, store: st, log: log, started: time.Now(), conn: &connection{fd: fd}, slots: make(chan struct{}, cfg.Fetches),
-		pending: make(chan struct{}, maxWaiting), recent: recent{limit: recentUnits}, waiting: map[uint64]*waiter{}, blobs: map[uint64]*blob{},
+		pending: make(chan struct{}, maxWaiting), recent: recent{limit: recentUnits}, held: held{more: make(chan struct{}, 1)}, waiting: map[uint64]*waiter{}, blobs: map[uint64]*blob{},
 		known: map[uint64]string{}, busy: map[string]orphan{}, opening: map[string]*regist{}}
 	if s.conn.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		unix.Close(fd)
@@ -183,6 +185,7 @@ func (s *Server) Run(ctx context.Context) error {
 	})
 	s.background(func(context.Context) { s.accept(l) })
 	s.background(s.look)
+	s.background(s.keepHeld)
 	var readers sync.WaitGroup
 	failed := make(chan error, readerCount)
 	for range readerCount {

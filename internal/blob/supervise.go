@@ -35,10 +35,11 @@ type SupervisorConfig struct {
 	Program []string // the program and the first arguments that make it a daemon
 	Stores  []string // what the daemon opens
 	Group   string   // cgroup of the daemon in the v2 tree; empty: none
+	Eager   bool     // start the daemon at once, not at the first need
 	LogFile string   // of the daemon; empty: blobd.log in the run folder
 }
 
-// Supervisor is the host's side: it starts the daemon when it is first needed, and again within milliseconds when it died, and takes
+// Supervisor is the host's side: it starts the daemon when it is first needed or at once, and again within milliseconds when it died, and takes
 // over one that lives. Reads that wait when a daemon dies are answered by the next one.
 type Supervisor struct {
 	cfg  SupervisorConfig
@@ -127,7 +128,7 @@ func (s *Supervisor) isStopped() bool {
 // needed waits until somebody wants a blob, or finds that an earlier host's daemon or its connection is there.
 func (s *Supervisor) needed(ctx context.Context) bool {
 	for {
-		if s.lives(ctx) {
+		if s.cfg.Eager || s.lives(ctx) {
 			return true
 		}
 		t := time.NewTimer(keeperPoll)
