@@ -95,10 +95,11 @@ type Limits struct {
 	Bytes   int64 // octets of all contents
 	Depth   int   // folders below each other
 	Xattrs  int64 // octets of all attributes
+	Holes   int64 // octets of all contents that are nothing but zeros, in pieces of 64 KiB and more: they cost their sender nothing
 }
 
 // defaultLimits are far above any real image and bound what a build holds in memory: about 350 octets a name.
-var defaultLimits = Limits{Entries: 2 << 20, Bytes: 256 << 30, Depth: 1024, Xattrs: 64 << 20}
+var defaultLimits = Limits{Entries: 2 << 20, Bytes: 256 << 30, Depth: 1024, Xattrs: 64 << 20, Holes: 32 << 30}
 
 func (l Limits) filled() Limits {
 	d := defaultLimits
@@ -113,6 +114,9 @@ func (l Limits) filled() Limits {
 	}
 	if l.Xattrs > 0 {
 		d.Xattrs = l.Xattrs
+	}
+	if l.Holes > 0 {
+		d.Holes = l.Holes
 	}
 	return d
 }

@@ -46,6 +46,9 @@ func (c *Catalogue) RelayoutRead(ctx context.Context, id ID, data string, reads 
 	return d, nil
 }
 
+// wholeChunks is the size of a file, in chunks, up to which it is never taken apart.
+const wholeChunks = 4
+
 // part is a file that lies in front, or some chunks of it.
 type part struct {
 	path   string
@@ -108,7 +111,7 @@ func partsRead(root *erofs.Inode, reads []Range) []part {
 	for _, i := range order {
 		p := files[i]
 		all := (p.in.Data.Size + erofs.ChunkSize - 1) / erofs.ChunkSize
-		if n := int64(len(chunks[i])); all > 2 && n*4 < all*3 && p.in.Data.Size <= erofs.MaxAssembly {
+		if n := int64(len(chunks[i])); all > wholeChunks && n*16 < all*15 && p.in.Data.Size <= erofs.MaxAssembly {
 			for c := range chunks[i] {
 				p.chunks = append(p.chunks, c)
 			}

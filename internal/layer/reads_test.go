@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/layer/erofs"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -25,10 +26,11 @@ func random(seed byte, n int) string {
 func TestRelayoutRead(t *testing.T) {
 	ctx := context.Background()
 	c, dir := newCatalogue(t)
-	const chunk = 64 << 10
+	const chunk = erofs.ChunkSize
 	big := random(1, 20*chunk+100)
-	holes := random(2, 10*chunk)
-	holes = holes[:2*chunk] + strings.Repeat("\x00", 3*chunk) + holes[5*chunk:]
+	const hole = 64 << 10 // the least that is one
+	holes := random(2, 10*hole)
+	holes = holes[:2*hole] + strings.Repeat("\x00", 3*hole) + holes[5*hole:]
 	d := importSplit(t, c, layer.Options{}, file("big", big), file("twin", big), file("holes", holes), file("cold", random(3, 3*chunk)), file("s1", "one"),
 		file("s2", "two"), file("empty", ""), hardlink("link", "s2"), folder("d"), file("d/zeros", strings.Repeat("\x00", chunk)))
 	before := shown(t, mountForm(t, dir, d.Forms[0]))
@@ -48,7 +50,7 @@ func TestRelayoutRead(t *testing.T) {
 	reads := []layer.Range{
 		{where(f, "two"), 4096},
 		{bigAt + 5*chunk + 100, chunk}, {bigAt + 20*chunk, 100}, // of the sixth, seventh and last chunk
-		{holesAt + 2*chunk + 10, 1}, // behind the hole: the sixth chunk
+		{holesAt + 2*hole + 10, 1}, // behind the hole
 		{where(f, "one"), 1},
 		{bigAt + 1, 1}, {-5, 10}, {f.Data.Size + 5, 1 << 62}, {0, -1},
 	}
@@ -67,7 +69,7 @@ func TestRelayoutRead(t *testing.T) {
 		t.Errorf("%d octets, were %d", g.Data.Size, f.Data.Size)
 	}
 	for part, want := range map[string]int64{"two": 0, big[:4096]: 4096, big[5*chunk : 5*chunk+4096]: 4096 + chunk, big[20*chunk:]: 4096 + 3*chunk,
-		holes[5*chunk : 5*chunk+4096]: 8192 + 3*chunk, "one": 8192 + 4*chunk} {
+		holes[5*hole : 5*hole+4096]: 8192 + 3*chunk, "one": 8192 + 4*chunk} {
 		if at := where(g, part); at != want {
 			t.Errorf("%.4q at %d, want %d", part, at, want)
 		}
@@ -77,7 +79,7 @@ func TestRelayoutRead(t *testing.T) {
 	}
 	// Laid out anew once more, from what lies in parts now; most of the file is whole in front.
 	at := where(g, big[8*chunk:8*chunk+4096])
-	d, err = c.RelayoutRead(ctx, d.ID, g.Data.Digest, []layer.Range{{at, 12*chunk - 1}, {4096, 3 * chunk}, {where(g, big[chunk:chunk+4096]), 4 * chunk}})
+	d, err = c.RelayoutRead(ctx, d.ID, g.Data.Digest, []layer.Range{{at, 12*chunk - 1}, {4096, 3 * chunk}, {where(g, big[chunk:chunk+4096]), 4 * chunk}, {where(g, big[7*chunk:7*chunk+4096]), 1}})
 	must(t, err, c.Verify(ctx, d.ID))
 	h := d.Forms[0]
 	if where(h, big[:4096]) != 0 || where(h, big[19*chunk:]) != 19*chunk || h.Data.Hot != 20*chunk+4096 {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 	"syscall"
@@ -293,6 +294,63 @@ func TestTarGNUSparse(t *testing.T) {
 		if err != nil || len(got) != 8<<20 || string(got[3<<20:3<<20+6]) != "island" {
 			t.Errorf("%s: %d octets, %v", format, len(got), err)
 		}
+	}
+}
+
+// An archive of a few octets that declares a huge file of holes is refused before they are read, also when several declare it together; so
+// are zeros that are really there, at their limit.
+func TestTarOfHugeHoles(t *testing.T) {
+	tool, err := exec.LookPath("tar")
+	if err != nil {
+		t.Skip("skip: no tar")
+	}
+	dir := t.TempDir()
+	for name, size := range map[string]int64{"huge": 200 << 30, "b": 20 << 20, "c": 20 << 20} {
+		f, err := os.Create(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = f.WriteAt([]byte("island"), size/2)
+		if err := errors.Join(err, f.Truncate(size), f.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	limits := layer.Limits{Holes: 30 << 20}
+	for _, format := range []string{"gnu", "pax"} {
+		for name, l := range map[string]layer.Limits{"huge": {}, "b c": limits} {
+			data, err := exec.Command(tool, append([]string{"-C", dir, "--sparse", "--format=" + format, "-c"}, strings.Fields(name)...)...).Output()
+			if err != nil || len(data) > 1<<20 {
+				t.Fatalf("%d octets, %v", len(data), err)
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+			_, err = layer.FromTar(ctx, bytes.NewReader(data), image(t), layer.Options{Limits: l})
+			cancel()
+			if !errors.Is(err, sandbox.ErrExhausted) || !strings.Contains(err.Error(), "sparse files") {
+				t.Errorf("%s, %s: %v", format, name, err)
+			}
+		}
+	}
+	zeros := archive(t, file("1", strings.Repeat("\x00", 20<<20)), file("2", strings.Repeat("\x00", 10<<20)), file("3", strings.Repeat("\x00", 64<<10)))
+	if _, err := layer.FromTar(context.Background(), bytes.NewReader(zeros), image(t), layer.Options{Limits: limits}); !errors.Is(err, sandbox.ErrExhausted) || !strings.Contains(err.Error(), `"3"`) {
+		t.Errorf("zeros: %v", err)
+	}
+	limits.Holes += 64 << 10
+	if _, err := layer.FromTar(context.Background(), bytes.NewReader(zeros), image(t), layer.Options{Limits: limits}); err != nil {
+		t.Errorf("zeros at the limit: %v", err)
+	}
+}
+
+// A symbolic link has the permissions that file systems give it, whatever an archive says of them.
+func TestPermissionsOfLinksAreNone(t *testing.T) {
+	var ids []layer.ID
+	for _, mode := range []int64{0o777, 0o755, 0, 0o7777} {
+		l := symlink("l", "to")
+		l.Mode = mode
+		built, _ := importTar(t, l)
+		ids = append(ids, built.ID)
+	}
+	if len(slices.Compact(ids)) != 1 {
+		t.Errorf("IDs differ: %v", ids)
 	}
 }
 

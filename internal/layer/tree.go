@@ -44,6 +44,7 @@ type tree struct {
 	entries int64
 	bytes   int64
 	xattrs  int64
+	holes   int64
 	arch    map[elf.Machine]int
 	skipped []string
 	exclude map[string]bool
@@ -102,7 +103,11 @@ func (t *tree) content(path string, in *erofs.Inode, r io.Reader, size int64) er
 		return fmt.Errorf("entry %q: contents over %d octets: %w", path, t.limits.Bytes, sandbox.ErrExhausted)
 	}
 	head := &peek{r: r}
-	c, err := t.image.Add(head, size)
+	c, holes, err := t.image.AddWithin(head, size, t.limits.Holes-t.holes)
+	t.holes += holes
+	if errors.Is(err, erofs.ErrHoles) {
+		return fmt.Errorf("entry %.200q: holes of over %d octets in all: %w", path, t.limits.Holes, sandbox.ErrExhausted)
+	}
 	if err != nil {
 		return fmt.Errorf("entry %q: %w", path, err)
 	}

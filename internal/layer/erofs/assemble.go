@@ -9,8 +9,11 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-// ChunkSize is the size of the pieces of an [Assembly], in octets.
-const ChunkSize = 1 << minChunkBits
+// ChunkSize is the size of the pieces of an [Assembly], in octets. The kernel reads far more than a page around each page of a program that
+// is missing; what it reads is a tenth less than what pieces of 64 KiB around it would be.
+const ChunkSize = 1 << assemblyBits
+
+const assemblyBits = 14
 
 // MaxAssembly is the largest content that can be assembled, in octets.
 const MaxAssembly = ChunkSize * minChunks
@@ -33,7 +36,7 @@ func (w *Writer) Assemble(size int64) (*Assembly, error) {
 		return nil, fmt.Errorf("content of %d octets, want 1 to %d: %w", size, int64(MaxAssembly), sandbox.ErrInvalid)
 	}
 	n := int((size + ChunkSize - 1) / ChunkSize)
-	return &Assembly{w: w, c: Content{Size: size, chunks: make([]uint32, n), chunkBits: minChunkBits}, have: make([]bool, n), left: n}, nil
+	return &Assembly{w: w, c: Content{Size: size, chunks: make([]uint32, n), chunkBits: assemblyBits}, have: make([]bool, n), left: n}, nil
 }
 
 // Has says whether chunk number i is there.
@@ -78,7 +81,7 @@ func (a *Assembly) End(sum [sha256.Size]byte) (Content, error) {
 		inOne = inOne && b == c.chunks[0]+uint32(i)*(ChunkSize/BlockSize)
 	}
 	if inOne {
-		c.block, c.chunks, c.chunkBits = c.chunks[0], nil, minChunkBits
+		c.block, c.chunks, c.chunkBits = c.chunks[0], nil, assemblyBits
 	}
 	if _, ok := a.w.seen[sum]; !ok {
 		a.w.seen[sum] = c

@@ -127,8 +127,22 @@ func (w *Writer) SetTag(tag string) error {
 
 func blocks(octets int64) int64 { return (octets + BlockSize - 1) / BlockSize }
 
+// ErrHoles means that a content has more holes than it may.
+var ErrHoles = errors.New("too many holes")
+
 // Add reads exactly size octets of r into the image. It returns io.ErrUnexpectedEOF, wrapped, when r ends early.
 func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
+	c, _, err := w.AddWithin(r, size, math.MaxInt64)
+	return c, err
+}
+
+// AddWithin is Add for a content with at most so many octets of holes, of which it returns the number; ErrHoles when it has more.
+func (w *Writer) AddWithin(r io.Reader, size, maxHoles int64) (c Content, holed int64, err error) {
+	c, err = w.add(r, size, maxHoles, &holed)
+	return c, holed, err
+}
+
+func (w *Writer) add(r io.Reader, size, maxHoles int64, holed *int64) (Content, error) {
 	if w.end {
 		return Content{}, fmt.Errorf("content after the end of data: %w", sandbox.ErrState)
 	}
@@ -189,6 +203,10 @@ func (w *Writer) Add(r io.Reader, size int64) (Content, error) {
 				from = end
 				holes = true
 				chunks = append(chunks, noBlock)
+				if *holed += int64(end - at); *holed > maxHoles {
+					w.next = start
+					return Content{}, ErrHoles
+				}
 			} else {
 				chunks = append(chunks, uint32(w.next+blocks(int64(at-from))))
 			}
