@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
 )
@@ -52,13 +54,45 @@ func (m *layerMounts) adopt(ids []string) {
 
 // acquire mounts the layers where they are not and counts the caller as a user of each. On an error it is a user of none.
 func (m *layerMounts) acquire(ctx context.Context, c *keeper.Client, layers Layers, ids []string) error {
+	got := make([]bool, len(ids))
+	// What is not mounted is mounted all at once, since each layer may wait for a store that is far.
+	var g errgroup.Group
+	g.SetLimit(acquireAtOnce)
 	for i, id := range ids {
-		if err := m.acquireOne(ctx, c, layers, id); err != nil {
-			m.release(ids[:i])
-			return err
+		if got[i] = m.take(id); got[i] {
+			continue
 		}
+		g.Go(func() error {
+			err := m.acquireOne(ctx, c, layers, id)
+			got[i] = err == nil
+			return err
+		})
 	}
-	return nil
+	err := g.Wait()
+	if err != nil {
+		var mine []string
+		for i, id := range ids {
+			if got[i] {
+				mine = append(mine, id)
+			}
+		}
+		m.release(mine)
+	}
+	return err
+}
+
+const acquireAtOnce = 16
+
+// take counts the caller as a user of a layer that is mounted; false when it is not.
+func (m *layerMounts) take(id string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l := m.byID[id]
+	if l == nil || !l.mounted || l.busy != nil {
+		return false
+	}
+	l.refs++
+	return true
 }
 
 func (m *layerMounts) acquireOne(ctx context.Context, c *keeper.Client, layers Layers, id string) error {
