@@ -249,7 +249,7 @@ func (b *burst) pull(ctx context.Context) (figure, error) {
 			}
 			return onOverlay(ctx, lowers, filepath.Join(root, fmt.Sprint("box-", n)), b.command)
 		}))
-	})
+	}, nil)
 }
 
 // counted numbers the calls of a parallel run.
@@ -315,7 +315,7 @@ func (b *burst) demand(ctx context.Context) (f figure, err error) {
 		return measure.Parallel(ctx, len(order), burstWidth, counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base, work[order[n]], kit}, nil)
 		}))
-	})
+	}, func() error { return flushed(ctx, server) })
 	l.set(0, 0)
 	return f, err
 }
@@ -380,7 +380,7 @@ func (b *burst) archives(ctx context.Context) (layers, archives figure, err erro
 		return measure.Parallel(ctx, archiveBoxes, burstWidth, counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base, work[n%len(work)], kit}, nil)
 		}))
-	})
+	}, nil)
 	if err != nil {
 		return layers, archives, err
 	}
@@ -388,6 +388,6 @@ func (b *burst) archives(ctx context.Context) (layers, archives figure, err erro
 		return measure.Parallel(ctx, archiveBoxes, burstWidth, counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base}, []string{b.work[n%len(b.work)], b.kit})
 		}))
-	})
+	}, nil)
 	return layers, archives, err
 }

@@ -22,6 +22,7 @@ func main() {
 	cache := flag.String("cache", "bin/images", "folder that keeps the environments' tars")
 	many := flag.Bool("burst", false, "many sandboxes over many environments instead")
 	only := flag.String("only", "", "one environment: python, go or node")
+	hot := flag.Bool("hot", false, "only local, and on demand with hot files first over the fast link; says where time and octets went")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
@@ -29,7 +30,7 @@ func main() {
 	if *many {
 		err = runBurst(ctx, *cache)
 	} else {
-		err = run(ctx, *rounds, *cache, *only)
+		err = run(ctx, plan{rounds: *rounds, hotOnly: *hot}, *cache, *only)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench images:", err)
@@ -46,7 +47,13 @@ type speed struct {
 
 var speeds = []speed{{"fast", time.Millisecond, 1e9}, {"slow", 10 * time.Millisecond, 100e6}}
 
-func run(ctx context.Context, rounds int, cache, only string) (err error) {
+// plan is what is measured of each environment.
+type plan struct {
+	rounds  int
+	hotOnly bool
+}
+
+func run(ctx context.Context, p plan, cache, only string) (err error) {
 	if os.Geteuid() != 0 {
 		return errors.New("benchmarks need root, as the host does")
 	}
@@ -60,14 +67,14 @@ func run(ctx context.Context, rounds int, cache, only string) (err error) {
 		if only != "" && e.name != only {
 			continue
 		}
-		one, err := measureOne(ctx, e, filepath.Join(dir, e.name), cache, rounds)
+		one, err := measureOne(ctx, e, filepath.Join(dir, e.name), cache, p)
 		if err != nil {
 			return fmt.Errorf("%s: %w", e.name, err)
 		}
 		all = append(all, one)
 		one.print()
 	}
-	worst(all)
+	worst(all, p.hotOnly)
 	return nil
 }
 
@@ -75,6 +82,7 @@ func run(ctx context.Context, rounds int, cache, only string) (err error) {
 // on it.
 type figure struct {
 	seconds, fetched, written float64
+	machine, self             time.Duration // CPU time of all, and of this process, which is the far store too
 }
 
 // sample are figures of one kind, one each round.
@@ -88,11 +96,13 @@ func (s sample) median() figure {
 		}
 		return measure.Median(v)
 	}
-	return figure{pick(func(f figure) float64 { return f.seconds }), pick(func(f figure) float64 { return f.fetched }), pick(func(f figure) float64 { return f.written })}
+	return figure{seconds: pick(func(f figure) float64 { return f.seconds }), fetched: pick(func(f figure) float64 { return f.fetched }),
+		written: pick(func(f figure) float64 { return f.written })}
 }
 
-// start measures what do takes. The page cache is empty before, unless it is to be warm.
-func start(dir string, l *link, warm bool, do func() error) (f figure, err error) {
+// start measures what do takes. The page cache is empty before, unless it is to be warm. settle, where there is one, returns when all that was
+// fetched has been written.
+func start(dir string, l *link, warm bool, do, settle func() error) (f figure, err error) {
 	if warm {
 		unix.Sync()
 	} else if err := measure.DropCaches(); err != nil {
@@ -103,12 +113,26 @@ func start(dir string, l *link, warm bool, do func() error) (f figure, err error
 	if err != nil {
 		return f, err
 	}
-	begin := time.Now()
+	busy, err := measure.Busy()
+	if err != nil {
+		return f, err
+	}
+	own, begin := measure.Self(), time.Now()
 	if err := do(); err != nil {
 		return f, err
 	}
 	f.seconds = time.Since(begin).Seconds()
+	f.self = measure.Self() - own
+	if f.machine, err = measure.Busy(); err != nil {
+		return f, err
+	}
+	f.machine -= busy
 	f.fetched = float64(l.octets.Load() - octets)
+	if settle != nil {
+		if err := settle(); err != nil {
+			return f, err
+		}
+	}
 	// btrfs of the pool is a file system of its own, so all are synced.
 	unix.Sync()
 	after, err := written(dir)
@@ -135,10 +159,12 @@ func written(dir string) (int64, error) {
 
 // command makes a sandbox of the layer and does the environment's first useful command.
 func command(ctx context.Context, s *measure.Server, layer, text string) error {
+	begin := time.Now()
 	b, err := s.Client.RunContainer(ctx, client.Options{Layers: []string{layer}})
 	if err != nil {
 		return err
 	}
+	lastCreate = time.Since(begin)
 	r, err := b.Exec(ctx, "/bin/sh", "-c", text)
 	if err == nil && !r.OK() {
 		err = fmt.Errorf("the command ended as %v: %s", r.Outcome, tail(string(r.Stdout)+string(r.Stderr)))
@@ -149,6 +175,9 @@ func command(ctx context.Context, s *measure.Server, layer, text string) error {
 	ended = append(ended, b)
 	return nil
 }
+
+// lastCreate is how long the last create of a sandbox took, its command apart.
+var lastCreate time.Duration
 
 // ended are sandboxes that are stopped once they are not looked at any more.
 var ended []*client.Sandbox

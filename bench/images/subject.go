@@ -10,8 +10,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/dsec-dev/dsec/bench/measure"
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/store/storetest"
 )
 
@@ -30,7 +32,7 @@ type linked struct {
 	pull, cold, hot, hotter sample // hotter: the second start after hot
 }
 
-func measureOne(ctx context.Context, e environment, dir, cache string, rounds int) (s *subject, err error) {
+func measureOne(ctx context.Context, e environment, dir, cache string, p plan) (s *subject, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -40,16 +42,21 @@ func measureOne(ctx context.Context, e environment, dir, cache string, rounds in
 		return nil, err
 	}
 	s = &subject{env: e}
-	if err := s.measureLocal(ctx, tree, rounds); err != nil {
+	if err := s.measureLocal(ctx, tree, p.rounds); err != nil {
 		return nil, fmt.Errorf("local: %w", err)
 	}
 	for _, sp := range speeds {
 		s.links = append(s.links, linked{speed: sp})
+		if p.hotOnly {
+			break
+		}
 	}
-	if err := s.measurePull(ctx, tree, dir, rounds); err != nil {
-		return nil, fmt.Errorf("pull: %w", err)
+	if !p.hotOnly {
+		if err := s.measurePull(ctx, tree, dir, p.rounds); err != nil {
+			return nil, fmt.Errorf("pull: %w", err)
+		}
 	}
-	if err := s.measureDemand(ctx, tree, dir, rounds); err != nil {
+	if err := s.measureDemand(ctx, tree, dir, p); err != nil {
 		return nil, fmt.Errorf("on demand: %w", err)
 	}
 	return s, nil
@@ -87,12 +94,12 @@ func (s *subject) measureLocal(ctx context.Context, tree string, rounds int) (er
 			return err
 		}
 		do := func() error { return command(ctx, server, layer, s.env.command) }
-		f, err := start(server.Dir, new(link), false, do)
+		f, err := start(server.Dir, new(link), false, do, nil)
 		if err != nil {
 			return err
 		}
 		s.local = append(s.local, f)
-		if f, err = start(server.Dir, new(link), true, do); err != nil {
+		if f, err = start(server.Dir, new(link), true, do, nil); err != nil {
 			return err
 		}
 		s.warm = append(s.warm, f)
@@ -129,7 +136,7 @@ func (s *subject) measurePull(ctx context.Context, tree, dir string, rounds int)
 					return err
 				}
 				return inFolder(ctx, root, s.env.command)
-			})
+			}, nil)
 			if err := errors.Join(err, os.RemoveAll(root)); err != nil {
 				return err
 			}
@@ -142,7 +149,7 @@ func (s *subject) measurePull(ctx context.Context, tree, dir string, rounds int)
 
 // measureDemand has the layer in an S3 store behind the link, first as it was imported, then with the files in front that the
 // command reads.
-func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds int) (err error) {
+func (s *subject) measureDemand(ctx context.Context, tree, dir string, p plan) (err error) {
 	l := new(link)
 	objects := filepath.Join(dir, "s3")
 	if err := os.Mkdir(objects, 0o700); err != nil {
@@ -163,7 +170,11 @@ func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds in
 	}
 	s.stored = bucket.Octets()
 	do := func() error { return command(ctx, server, layer, s.env.command) }
+	settle := func() error { return flushed(ctx, server) }
 	for _, hot := range []bool{false, true} {
+		if p.hotOnly && !hot {
+			continue
+		}
 		if hot {
 			if err := profile(ctx, server, layer, s.env.command, far); err != nil {
 				return err
@@ -172,18 +183,19 @@ func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds in
 		for i := range s.links {
 			x := &s.links[i]
 			measure.Note("%s: on demand over the %s link, hot files first: %t", s.env.name, x.speed.name, hot)
-			for range rounds {
+			for range p.rounds {
 				if err := server.Restart(ctx, func() error { return forget(server.Dir) }); err != nil {
 					return err
 				}
 				l.set(x.speed.latency, x.speed.rate)
-				f, err := start(server.Dir, l, false, do)
+				f, err := start(server.Dir, l, false, do, settle)
 				if err != nil {
 					return err
 				}
 				if hot {
 					x.hot = append(x.hot, f)
-					if f, err = start(server.Dir, l, true, do); err != nil {
+					tell(ctx, server, f)
+					if f, err = start(server.Dir, l, true, do, settle); err != nil {
 						return err
 					}
 					x.hotter = append(x.hotter, f)
@@ -198,6 +210,47 @@ func (s *subject) measureDemand(ctx context.Context, tree, dir string, rounds in
 		}
 	}
 	return nil
+}
+
+// tell says where the time and the octets of a start on demand went.
+func tell(ctx context.Context, s *measure.Server, f figure) {
+	st, err := stats(ctx, s)
+	if err != nil {
+		measure.Note("figures of the blob daemon: %v", err)
+		return
+	}
+	measure.Note("hot: create %v of %.3f s; the kernel asked %d times for %.1f MB, %.1f of them at once; %.1f MB came, as %.1f over the link; %.1f written; CPU %v, of it %v the blob daemon's and %v the far store's",
+		lastCreate, f.seconds, st.Reads, float64(st.Asked)/mb, float64(st.FromCache)/mb, float64(st.Fetched)/mb, f.fetched/mb, f.written/mb,
+		f.machine, time.Duration(st.CPU), f.self)
+}
+
+// flushed waits until the blob daemon has written what it fetched.
+func flushed(ctx context.Context, s *measure.Server) error {
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		st, err := stats(ctx, s)
+		if err != nil {
+			return err
+		}
+		if st.Held == 0 {
+			return nil
+		}
+		if time.Now().After(end) {
+			return fmt.Errorf("the blob daemon holds %d octets that it does not write", st.Held)
+		}
+	}
+}
+
+func stats(ctx context.Context, s *measure.Server) (st blob.Stats, err error) {
+	hosts, err := filepath.Glob(filepath.Join(s.Dir, "run", "blobd-*"))
+	if err != nil || len(hosts) == 0 {
+		return st, errors.Join(err, errors.New("there is none"))
+	}
+	c, err := blob.Dial(ctx, hosts[0])
+	if err != nil {
+		return st, err
+	}
+	defer c.Close()
+	return c.Stats(ctx)
 }
 
 // forget removes all that a host keeps of a far store.
@@ -249,27 +302,36 @@ func (s *subject) print() {
 	line("local", s.local.median())
 	line("local_warm", s.warm.median())
 	for _, x := range s.links {
-		line(x.speed.name+".pull", x.pull.median())
-		line(x.speed.name+".cold", x.cold.median())
+		if len(x.pull) > 0 {
+			line(x.speed.name+".pull", x.pull.median())
+			line(x.speed.name+".cold", x.cold.median())
+		}
 		line(x.speed.name+".hot", x.hot.median())
 		line(x.speed.name+".warm", x.hotter.median())
 	}
 }
 
 // worst prints the worst of the environments for each aim: hot files first, over the fast link.
-func worst(all []*subject) {
+func worst(all []*subject, hotOnly bool) {
 	var local, fetched, write, pull []float64
 	for _, s := range all {
 		x := s.links[0]
-		hot, full, own := x.hot.median(), x.pull.median(), s.local.median()
+		hot, own := x.hot.median(), s.local.median()
 		local = append(local, hot.seconds/own.seconds)
 		fetched = append(fetched, hot.fetched/float64(s.stored))
+		if hotOnly {
+			continue
+		}
+		full := x.pull.median()
 		write = append(write, (hot.written-own.written)/(full.written-own.written))
 		warm := s.warm.median().seconds
 		pull = append(pull, (full.seconds-warm)/(hot.seconds-warm))
 	}
 	measure.Print("images.cold_over_local", slices.Max(local), "x")
 	measure.Print("images.fetched_share", slices.Max(fetched), "")
+	if hotOnly {
+		return
+	}
 	measure.Print("images.write_share", slices.Max(write), "")
 	measure.Print("images.pull_over_cold", slices.Min(pull), "x")
 }
