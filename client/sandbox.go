@@ -41,6 +41,8 @@ type Options struct {
 	Entrypoint  []string
 	BestEffort  bool
 	Backend     string // container (default), microvm or vm
+	// Runtime of a container: direct (default), crun, runc or gvisor, as far as Capabilities tells them.
+	Runtime string
 	// AllowDegraded takes a microvm or vm on a host without hardware acceleration, where code runs translated.
 	AllowDegraded bool
 	NoNewPrivs    bool
@@ -53,7 +55,7 @@ type Options struct {
 
 func (o *Options) request() *dsecv1.CreateRequest {
 	r := &dsecv1.CreateRequest{
-		Environment: o.Environment, Layers: o.Layers, Image: o.Image, Pull: o.Pull, ImageEntrypoint: o.ImageEntry, Backend: cmp.Or(o.Backend, "container"), AllowDegraded: o.AllowDegraded, Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
+		Environment: o.Environment, Layers: o.Layers, Image: o.Image, Pull: o.Pull, ImageEntrypoint: o.ImageEntry, Backend: cmp.Or(o.Backend, "container"), Runtime: o.Runtime, AllowDegraded: o.AllowDegraded, Job: o.Job, Key: o.Key, Name: o.Name, Labels: o.Labels,
 		Network: o.Network, User: o.User, Env: envVars(o.Env, nil), Hostname: o.Hostname, Entrypoint: o.Entrypoint,
 		BestEffort: o.BestEffort, NoNewPrivs: o.NoNewPrivs, Durability: o.Durability, DeadlineMs: o.Deadline.Milliseconds(),
 		Resources: &dsecv1.Resources{Memory: o.Memory, Disk: o.Disk, Pids: o.Pids, CpuMilli: int64(o.CPU * 1000), CpuWeight: o.CPUWeight},

@@ -47,6 +47,8 @@ type settings struct {
 	} `toml:"gateway"`
 	Images imageSettings `toml:"images"`
 	VM     vmSettings    `toml:"vm"`
+	// Runtimes are paths of OCI runtimes by name, before those that are found.
+	Runtimes map[string]string `toml:"runtimes"`
 	Blobs  blobSettings  `toml:"blobs"`
 	Store  []struct {
 		At string `toml:"at"`

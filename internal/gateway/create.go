@@ -146,8 +146,12 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 	if err != nil {
 		return nil, nil, err
 	}
+	backend, err := sandbox.BackendOf(q.GetBackend(), q.GetRuntime())
+	if err != nil {
+		return nil, nil, err
+	}
 	spec := &sandbox.Spec{
-		Project: project, Job: q.GetJob(), Key: q.GetKey(), Name: q.GetName(), Labels: q.GetLabels(), Backend: q.GetBackend(),
+		Project: project, Job: q.GetJob(), Key: q.GetKey(), Name: q.GetName(), Labels: q.GetLabels(), Backend: backend,
 		User: q.GetUser(), Cwd: cwd, Hostname: q.GetHostname(), Entry: q.GetEntrypoint(), Resources: res, Lifetime: life,
 		Network: sandbox.NetworkMode(q.GetNetwork()), AllowDegraded: q.GetAllowDegraded(), BestEffort: q.GetBestEffort(), NoNewPrivs: q.GetNoNewPrivs(), Durability: sandbox.Durability(q.GetDurability()),
 		Trace: sandbox.TraceLevel(q.GetTrace()), Volatile: q.GetVolatilePaths(),

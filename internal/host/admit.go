@@ -108,7 +108,13 @@ func (h *Host) tellSpace(was string) string {
 func (h *Host) able(s *sandbox.Spec) (sandbox.Backend, error) {
 	be := h.deps.Backends[s.Backend]
 	if be == nil {
-		return nil, fmt.Errorf("backend %.40q: host %s has none of that name: %w", s.Backend, h.cfg.ID, sandbox.ErrUnsupported)
+		var all []sandbox.Capabilities
+		for name, other := range h.deps.Backends {
+			c := other.Capabilities()
+			c.Backend = name
+			all = append(all, c)
+		}
+		return nil, fmt.Errorf("backend %.40q: host %s %s: %w", s.Backend, h.cfg.ID, sandbox.NoBackend(s.Backend, all), sandbox.ErrUnsupported)
 	}
 	c := be.Capabilities()
 	if !slices.Contains(c.Networks, string(s.Network)) {

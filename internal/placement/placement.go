@@ -87,7 +87,7 @@ func Fit(h *Host, r *Request) *Refused {
 	caps := capability(h, r.Backend)
 	switch {
 	case caps == nil:
-		return no(sandbox.ErrUnsupported, "has no backend %q", r.Backend)
+		return no(sandbox.ErrUnsupported, "%s", sandbox.NoBackend(r.Backend, h.Backends))
 	case !slices.Contains(caps.Networks, string(r.Network)):
 		return no(sandbox.ErrUnsupported, "backend %s has no network %q", r.Backend, r.Network)
 	case r.OnIdle == sandbox.EndPause && len(caps.PauseLevels) == 0:

@@ -48,6 +48,7 @@ type CreateRequest struct {
 	ImageEntrypoint bool                   `protobuf:"varint,23,opt,name=image_entrypoint,json=imageEntrypoint,proto3" json:"image_entrypoint,omitempty"` // start the image's own entrypoint and command as the sandbox's entrypoint
 	Volumes         []*Volume              `protobuf:"bytes,24,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	AllowDegraded   bool                   `protobuf:"varint,25,opt,name=allow_degraded,json=allowDegraded,proto3" json:"allow_degraded,omitempty"` // backends microvm and vm: take a host without hardware acceleration, where code runs translated
+	Runtime         string                 `protobuf:"bytes,26,opt,name=runtime,proto3" json:"runtime,omitempty"`                                   // of a container: direct (default) | crun | runc | gvisor; Capabilities tells which a host has
 	Trace           string                 `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`                                       // off (default) | light | full: what is recorded of what steps do, beside their outcomes
 	VolatilePaths   []string               `protobuf:"bytes,51,rep,name=volatile_paths,json=volatilePaths,proto3" json:"volatile_paths,omitempty"`  // caches and the like, on top of the environment's: not looked into by trace, not compared by replay
 	unknownFields   protoimpl.UnknownFields
@@ -257,6 +258,13 @@ func (x *CreateRequest) GetAllowDegraded() bool {
 		return x.AllowDegraded
 	}
 	return false
+}
+
+func (x *CreateRequest) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
 }
 
 func (x *CreateRequest) GetTrace() string {
@@ -1377,7 +1385,7 @@ var File_dsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\x93\a\n" +
+	"\x15dsec/v1/sandbox.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\"\xad\a\n" +
 	"\rCreateRequest\x12 \n" +
 	"\venvironment\x18\x01 \x01(\tR\venvironment\x12\x16\n" +
 	"\x06layers\x18\x02 \x03(\tR\x06layers\x12\x18\n" +
@@ -1411,7 +1419,8 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x04pull\x18\x16 \x01(\tR\x04pull\x12)\n" +
 	"\x10image_entrypoint\x18\x17 \x01(\bR\x0fimageEntrypoint\x12)\n" +
 	"\avolumes\x18\x18 \x03(\v2\x0f.dsec.v1.VolumeR\avolumes\x12%\n" +
-	"\x0eallow_degraded\x18\x19 \x01(\bR\rallowDegraded\x12\x14\n" +
+	"\x0eallow_degraded\x18\x19 \x01(\bR\rallowDegraded\x12\x18\n" +
+	"\aruntime\x18\x1a \x01(\tR\aruntime\x12\x14\n" +
 	"\x05trace\x182 \x01(\tR\x05trace\x12%\n" +
 	"\x0evolatile_paths\x183 \x03(\tR\rvolatilePaths\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +

@@ -38,6 +38,7 @@ class CreateOptions(TypedDict, total=False):
     entrypoint: Sequence[str]  # started after birth; its end ends the sandbox
     best_effort: bool
     backend: str  # container (default) | microvm | vm
+    runtime: str  # of a container: direct (default) | crun | runc | gvisor; capabilities() tells which a host has
     allow_degraded: bool  # microvm and vm: take a host without hardware acceleration, where code runs translated
     no_new_privs: bool
     durability: str  # process | host | store
