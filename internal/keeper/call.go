@@ -184,7 +184,98 @@ func cleanPath(p string) bool {
 	return p != "" && len(p) <= 4000 && !strings.ContainsRune(p, 0) && path.Clean(p) == p && p != "." && p != ".." && !strings.HasPrefix(p, "/") && !strings.HasPrefix(p, "../")
 }
 
-// run does a call. fds stay the caller's.
+// CallPair is a request for two calls, of which each one's standard output is the other's standard input.
+type CallPair struct{ A, B Call }
+
+// CallPairEnd tells how they ended; First is 0 or 1 for the one that ended first.
+type CallPairEnd struct {
+	A, B  CallEnd
+	First int
+}
+
+// CallPair runs two calls that are joined. files are the descriptors of A's files, then those of B's; the answered ones those of A's
+// copied files, then B's.
+func (c *Client) CallPair(ctx context.Context, r *CallPair, files ...*os.File) (*CallPairEnd, []*os.File, error) {
+	if len(files) > maxFDs {
+		return nil, nil, fmt.Errorf("keeper: calls with %d descriptors, at most %d: %w", len(files), maxFDs, sandbox.ErrInvalid)
+	}
+	fds := make([]int, len(files))
+	for i, f := range files {
+		fds[i] = int(f.Fd())
+	}
+	bound, cancel := context.WithTimeout(ctx, min(max(r.A.Wall, r.B.Wall)+callBound, 9*time.Minute))
+	defer cancel()
+	e := &CallPairEnd{}
+	got, err := c.call(bound, opCallPair, r, e, fds...)
+	if err != nil {
+		closeAll(got)
+		return nil, nil, err
+	}
+	var out []*os.File
+	for _, fd := range got {
+		out = append(out, os.NewFile(uintptr(fd), "file of a call"))
+	}
+	return e, out, nil
+}
+
+// pair does two calls. It closes the fds that it passes on and sets them to -1.
+func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd, []int, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var ab, ba [2]int
+	if err := unix.Pipe2(ab[:], unix.O_CLOEXEC); err != nil {
+		return nil, nil, fmt.Errorf("call: pipe: %w", err)
+	}
+	if err := unix.Pipe2(ba[:], unix.O_CLOEXEC); err != nil {
+		closeAll(ab[:])
+		return nil, nil, fmt.Errorf("call: pipe: %w", err)
+	}
+	// Both open /dev/stdin and /dev/stdout if they like; nobody else can reach a pipe.
+	err := errors.Join(unix.Fchmod(ab[0], 0o666), unix.Fchmod(ba[0], 0o666))
+	a := 0
+	for _, f := range r.A.Files {
+		if f.FD {
+			a++
+		}
+	}
+	if err != nil || a > len(fds) || r.A.StdinFD || r.B.StdinFD || len(r.A.Stdin)+len(r.B.Stdin) > 0 {
+		closeAll(append(ab[:], ba[:]...))
+		return nil, nil, errors.Join(err, fmt.Errorf("call: pair: descriptors or standard input are not as they should be: %w", sandbox.ErrInvalid))
+	}
+	r.A.Pipe, r.B.Pipe = true, true
+	own := [2][]int{append([]int{ba[0], ab[1]}, fds[:a]...), append([]int{ab[0], ba[1]}, fds[a:]...)}
+	var ends [2]*CallEnd
+	var outs [2][]int
+	var errs [2]error
+	ended := make(chan int, 2)
+	for i, q := range []*Call{&r.A, &r.B} {
+		go func() {
+			ends[i], outs[i], errs[i] = c.run(ctx, q, own[i])
+			closeAll(only(own[i]))
+			if errs[i] != nil {
+				cancel()
+			}
+			ended <- i
+		}()
+	}
+	first := <-ended
+	<-ended
+	for i := range fds {
+		fds[i] = -1
+	}
+	if err := errors.Join(errs[:]...); err != nil {
+		closeAll(append(outs[0], outs[1]...))
+		return nil, nil, err
+	}
+	out := append(outs[0], outs[1]...)
+	if len(out) > maxFDs {
+		closeAll(out)
+		return nil, nil, fmt.Errorf("call: pair: more than %d longer files were asked for: %w", maxFDs, sandbox.ErrExhausted)
+	}
+	return &CallPairEnd{A: *ends[0], B: *ends[1], First: first}, out, nil
+}
+
+// run does a call. Once the program has them it closes the fds and sets them to -1; before, they stay the caller's.
 func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out []int, err error) {
 	if err := r.check(); err != nil {
 		return nil, nil, err
@@ -222,6 +313,10 @@ func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out 
 	if err := x.start(ctx, ns); err != nil {
 		c.k.discard(append(ns.files, ns.fd))
 		return nil, nil, err
+	}
+	for i, fd := range fds { // an end of a pipe that we held would hide that the program closed its own
+		unix.Close(fd)
+		fds[i] = -1
 	}
 	end, clean, err = x.wait(ctx)
 	if !clean || !c.netns.give(ns) { // of one that hangs, something may live on

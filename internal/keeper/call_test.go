@@ -193,6 +193,30 @@ int main(int c, char **v){ long n = atol(v[1]); char *p = malloc(n<<20); memset(
 	}
 }
 
+func TestCallPair(t *testing.T) {
+	h := open(t)
+	for _, c := range []struct {
+		name, a, b string
+		want       CallPairEnd
+	}{
+		{"talk", "read x; echo got $x; read y; exit $y", "echo hi; read x; test \"$x\" = 'got hi' || exit 9; echo 4; cat", CallPairEnd{A: CallEnd{Code: 4}}},
+		{"an early end is seen", "exec 1>&-; sleep 0.2; exit 3", "cat; exit 5", CallPairEnd{A: CallEnd{Code: 3}, B: CallEnd{Code: 5}, First: 1}},
+		{"SIGPIPE", "exit 0", "sleep 0.1; while :; do echo x || exit 7; done", CallPairEnd{B: CallEnd{Signal: int(unix.SIGPIPE)}}},
+	} {
+		e, _, err := h.c.CallPair(within(t), &CallPair{A: *h.newCall("sh", "-c", c.a), B: *h.newCall("sh", "-c", c.b)})
+		if err != nil {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		for _, x := range []*CallEnd{&e.A, &e.B} {
+			x.CPU, x.Wall, x.Memory, x.Stderr = 0, 0, 0, nil
+		}
+		if d := cmp.Diff(c.want, *e); d != "" {
+			t.Errorf("%s: -want +got:\n%s", c.name, d)
+		}
+	}
+}
+
 func TestCallCancelled(t *testing.T) {
 	h := open(t)
 	ctx, cancel := context.WithTimeout(within(t), 50*time.Millisecond)

@@ -54,6 +54,7 @@ const (
 	opStats
 	opShutdown
 	opCall
+	opCallPair
 )
 
 // Events.

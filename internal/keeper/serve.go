@@ -241,6 +241,16 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 			return nil, nil, err
 		}
 		return end, fds, nil
+	case opCallPair:
+		var r CallPair
+		if err := decodeValue(f.body, &r); err != nil {
+			return nil, nil, err
+		}
+		end, fds, err := k.calls.pair(ctx, &r, f.fds)
+		if err != nil {
+			return nil, nil, err
+		}
+		return end, fds, nil
 	case opShutdown:
 		k.stop()
 		return nil, nil, nil
