@@ -14,9 +14,9 @@ import (
 )
 
 type restoreCmd struct {
-	ID             string            `arg:"" optional:"" help:"ID of any sandbox of the trajectory; else --key."`
-	Job            string            `help:"Job of --key." placeholder:"JOB"`
-	Key            string            `help:"Create key of the sandbox." placeholder:"KEY"`
+	ID             string            `arg:"" optional:"" help:"ID of any sandbox of the trajectory; else --create-key."`
+	Job            string            `help:"Job of --create-key." placeholder:"JOB"`
+	CreateKey      string            `help:"Create key of the sandbox." placeholder:"KEY"`
 	Warn           bool              `help:"Tell what comes to something else and go on; else the restore ends there."`
 	Skip           []string          `help:"Step that is not done again; '*' is all that would be asked about. Repeat." placeholder:"STEP"`
 	Repeat         []string          `help:"Step that is done again whatever its class; '*' is all that would be asked about. Repeat." placeholder:"STEP"`
@@ -28,8 +28,8 @@ type restoreCmd struct {
 
 // Run makes a sandbox that is gone again. The code is 1 when there is none.
 func (x *restoreCmd) Run(ctx context.Context, c *cli) error {
-	if (x.ID == "") == (x.Key == "") {
-		return errors.New("give the ID of a sandbox, or --key with --job")
+	if (x.ID == "") == (x.CreateKey == "") {
+		return errors.New("give the ID of a sandbox, or --create-key with --job")
 	}
 	cl, err := c.client(ctx)
 	if err != nil {
@@ -68,7 +68,7 @@ func (x *restoreCmd) restore(ctx context.Context, cl *client.Client, o client.Re
 	if x.ID != "" {
 		return cl.Restore(ctx, x.ID, o)
 	}
-	return cl.RestoreKey(ctx, x.Job, x.Key, o)
+	return cl.RestoreKey(ctx, x.Job, x.CreateKey, o)
 }
 
 func (x *restoreCmd) print(r *client.Restored) {

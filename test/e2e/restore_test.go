@@ -154,7 +154,7 @@ func TestRestoreOnItsHost(t *testing.T) {
 	if b, err := s.dsec("replay", sb.ID).CombinedOutput(); err != nil {
 		t.Errorf("replay of what was restored: %v\n%s", err, b)
 	}
-	if b, err := s.dsec("restore", "--job", "restored", "--key", "nothing").CombinedOutput(); err == nil {
+	if b, err := s.dsec("restore", "--job", "restored", "--create-key", "nothing").CombinedOutput(); err == nil {
 		t.Errorf("%s", b)
 	}
 	must(t, sb.Stop(within(t)))
