@@ -16,7 +16,7 @@ import (
 type restoreCmd struct {
 	ID             string            `arg:"" optional:"" help:"ID of any sandbox of the trajectory; else --create-key."`
 	Job            string            `help:"Job of --create-key." placeholder:"JOB"`
-	CreateKey      string            `help:"Create key of the sandbox." placeholder:"KEY"`
+	CreateKey      string            `name:"create-key" help:"Create key of the sandbox." placeholder:"KEY"`
 	Warn           bool              `help:"Tell what comes to something else and go on; else the restore ends there."`
 	Skip           []string          `help:"Step that is not done again; '*' is all that would be asked about. Repeat." placeholder:"STEP"`
 	Repeat         []string          `help:"Step that is done again whatever its class; '*' is all that would be asked about. Repeat." placeholder:"STEP"`
