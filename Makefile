@@ -25,6 +25,7 @@ deps:
 	@scripts/deps.sh
 
 test: deps build
+	scripts/runsc.sh
 	scripts/test.sh
 
 # Without root and without the slow parts.
@@ -44,6 +45,11 @@ test-kernels:
 .PHONY: guest-kernel
 guest-kernel:
 	scripts/guest-kernel.sh
+
+# gVisor's runsc into bin/, for the runtime gvisor: docs/ops/runtimes.md. Without it that runtime is not offered, nothing else fails.
+.PHONY: runsc
+runsc:
+	RUNSC_MISSING=1 scripts/runsc.sh
 
 demo: deps build
 	examples/swe/run.sh

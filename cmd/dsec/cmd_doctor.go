@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"slices"
 
 	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/placement"
@@ -19,7 +20,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	if err := x.load(); err != nil {
 		return err
 	}
-	checks := append(container.Doctor(ctx, x.State), x.vmChecks(ctx)...)
+	checks := slices.Concat(container.Doctor(ctx, x.State), x.runtimeChecks(ctx), x.vmChecks(ctx))
 	if c.Output == "json" {
 		return json.NewEncoder(os.Stdout).Encode(checks)
 	}

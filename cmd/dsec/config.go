@@ -49,8 +49,8 @@ type settings struct {
 	VM     vmSettings    `toml:"vm"`
 	// Runtimes are paths of OCI runtimes by name, before those that are found.
 	Runtimes map[string]string `toml:"runtimes"`
-	Blobs  blobSettings  `toml:"blobs"`
-	Store  []struct {
+	Blobs    blobSettings      `toml:"blobs"`
+	Store    []struct {
 		At string `toml:"at"`
 	} `toml:"store"`
 }

@@ -60,18 +60,20 @@ type hostFlags struct {
 type machine struct {
 	host    *host.Host
 	backend *container.Backend
-	vms     []*vm.Backend
-	trace   *trace.Source
-	log     *trajectory.Log
-	pool    *upper.Pool
-	layers  *blob.Layers
-	blobs   *blob.Supervisor // nil: layers that are not local are fetched whole
-	guest   *os.File
-	token   string
-	id      sandbox.HostID
-	logger  *slog.Logger
-	calls   *obs.Calls
-	local   *rpc.Local // where a gateway in this process looks for the host; may be nil
+	// runtimes are the same driver under OCI runtimes.
+	runtimes []sandbox.Backend
+	vms      []*vm.Backend
+	trace    *trace.Source
+	log      *trajectory.Log
+	pool     *upper.Pool
+	layers   *blob.Layers
+	blobs    *blob.Supervisor // nil: layers that are not local are fetched whole
+	guest    *os.File
+	token    string
+	id       sandbox.HostID
+	logger   *slog.Logger
+	calls    *obs.Calls
+	local    *rpc.Local // where a gateway in this process looks for the host; may be nil
 }
 
 func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg *prometheus.Registry, logger *slog.Logger) (m *machine, err error) {
@@ -135,7 +137,15 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 		}
 	}
 	m.trace = trace.NewSource(logger)
+	found, err := p.findRuntimes(ctx)
+	if err != nil {
+		return nil, err
+	}
+	cc.Told = runtimeFeatures(found)
 	if m.backend, err = container.New(cc, container.Deps{Layers: layers, Uppers: m.pool, Log: logger, Trace: m.trace}); err != nil {
+		return nil, err
+	}
+	if m.runtimes, err = openRuntimes(m.backend, found); err != nil {
 		return nil, err
 	}
 	if m.vms, err = p.openVMs(ctx, m.id, cc, layers, logger); err != nil {
@@ -231,6 +241,9 @@ func freeSpace(dir string) (int64, error) {
 // backends are those of this host, by their names.
 func (m *machine) backends() map[string]sandbox.Backend {
 	all := map[string]sandbox.Backend{"container": m.backend}
+	for _, b := range m.runtimes {
+		all[b.Capabilities().Backend] = b
+	}
 	for _, b := range m.vms {
 		all[b.Capabilities().Backend] = b
 	}

@@ -44,6 +44,8 @@ type Config struct {
 	// LayerIdle is how long an unused layer stays mounted; 0 is 10 minutes.
 	LayerIdle time.Duration
 	Network   NetworkConfig
+	// Told are features of Capabilities that the driver does not know of itself.
+	Told map[string]string
 }
 
 var instancePattern = regexp.MustCompile(`^[a-z0-9]{1,32}$`)
@@ -166,6 +168,7 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	if b.cfg.Guest == nil {
 		c.Features["files"] = "no guest program was built"
 	}
+	maps.Copy(c.Features, b.cfg.Told)
 	b.mu.Lock()
 	maps.Copy(c.Features, b.keeper.Features)
 	b.mu.Unlock()

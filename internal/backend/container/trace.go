@@ -56,6 +56,8 @@ func (x *instance) beginTrace(ctx context.Context) {
 	}
 	k, kerr := x.b.kernel()
 	switch {
+	case x.ownKernel:
+		lack("processes, connections and pressure", errors.New("the sandbox has a kernel of its own"))
 	case kerr != nil:
 		lack("processes", kerr)
 	case err != nil:

@@ -12,7 +12,13 @@ import (
 )
 
 // BackendName is the name of the backend that runs containers under a runtime: what a create with that runtime asks a host for.
-func BackendName(runtime string) string { return "container/" + runtime }
+func BackendName(runtime string) string {
+	name, err := sandbox.BackendOf("container", runtime)
+	if err != nil {
+		return "container/" + runtime // New refuses it
+	}
+	return name
+}
 
 // Backend is the container driver with births by a runtime.
 type Backend struct {

@@ -51,7 +51,7 @@ var known = map[string]struct {
 }{
 	Crun:   {keeper.RuntimeCrun, "crun", "apt-get install crun", []int{1, 8}},
 	Runc:   {keeper.RuntimeRunc, "runc", "apt-get install runc", []int{1, 1}},
-	GVisor: {keeper.RuntimeRunsc, "runsc", "`make runsc` builds it into bin/; or name one in the configuration (runtimes.gvisor)", []int{20260101}},
+	GVisor: {keeper.RuntimeRunsc, "runsc", "make runsc builds it into bin/; another one is named by runtimes.gvisor in the config file", []int{20260101}},
 }
 
 const versionBound = 10 * time.Second
@@ -65,20 +65,23 @@ func Find(ctx context.Context, c Config) []Runtime {
 	return all
 }
 
+// Fix says how to get a runtime.
+func Fix(name string) string { return known[name].fix }
+
 func find(ctx context.Context, name string, c Config) Runtime {
 	k, r := known[name], Runtime{Name: name}
 	path, err := locate(k.program, c.Programs[name], c.Beside)
 	if err != nil {
-		r.Reason = fmt.Sprintf("%v: %s", err, k.fix)
+		r.Reason = fmt.Sprintf("%v (%s)", err, k.fix)
 		return r
 	}
 	r.Program = path
 	if r.Version, err = version(ctx, path); err != nil {
-		r.Reason = fmt.Sprintf("%s --version: %v: %s", path, err, k.fix)
+		r.Reason = fmt.Sprintf("%s --version: %v (%s)", path, err, k.fix)
 		return r
 	}
 	if !atLeast(numbers(r.Version), k.least) {
-		r.Reason = fmt.Sprintf("%s is version %q, older than %s, the least that is known to work: %s", path, r.Version, dotted(k.least), k.fix)
+		r.Reason = fmt.Sprintf("%s is version %q, older than %s, the least that is known to work (%s)", path, r.Version, dotted(k.least), k.fix)
 	}
 	return r
 }
