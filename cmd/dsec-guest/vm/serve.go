@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -334,18 +335,33 @@ func mountLayer(ctx context.Context, c *keeper.Client, layer string) error {
 		return err
 	}
 	defer i.Meta.Close()
-	// The second one has been found when the first was, or is not there: what has one file is small.
+	if data, ok := contentDisk(layer); ok {
+		if i.Data, err = os.Open(data); err != nil {
+			return err
+		}
+		defer i.Data.Close()
+	}
+	return c.MountLayer(ctx, layer, i)
+}
+
+// contentDisk is the disk with a layer's contents where they lie apart. It came with the first one, so there is nothing to wait for.
+func contentDisk(layer string) (string, bool) {
+	name := vmwire.Serial(layer, true)
+	if list, ok := argument("dsec.disks="); ok {
+		if !slices.Contains(strings.Split(list, ","), name) {
+			return "", false
+		}
+		at, err := disk(name)
+		return at, err == nil
+	}
 	list, _ := os.ReadDir("/sys/block")
 	for _, e := range list {
 		text, err := os.ReadFile("/sys/block/" + e.Name() + "/serial")
-		if err == nil && strings.TrimSpace(string(text)) == vmwire.Serial(layer, true) {
-			if i.Data, err = os.Open("/dev/" + e.Name()); err != nil {
-				return err
-			}
-			defer i.Data.Close()
+		if err == nil && strings.TrimSpace(string(text)) == name {
+			return "/dev/" + e.Name(), true
 		}
 	}
-	return c.MountLayer(ctx, layer, i)
+	return "", false
 }
 
 func mountUpper() error {

@@ -12,16 +12,22 @@ import (
 	"github.com/dsec-dev/dsec/internal/guest/mux"
 )
 
-// vsockPort is the port that the kernel's command line names, or 0.
-func vsockPort() int {
+// argument is a word of the kernel's command line, without its prefix.
+func argument(prefix string) (string, bool) {
 	text, _ := os.ReadFile("/proc/cmdline")
 	for _, w := range strings.Fields(string(text)) {
-		if v, ok := strings.CutPrefix(w, "dsec.vsock="); ok {
-			n, _ := strconv.Atoi(v)
-			return n
+		if v, ok := strings.CutPrefix(w, prefix); ok {
+			return v, true
 		}
 	}
-	return 0
+	return "", false
+}
+
+// vsockPort is the port that the kernel's command line names, or 0.
+func vsockPort() int {
+	v, _ := argument("dsec.vsock=")
+	n, _ := strconv.Atoi(v)
+	return n
 }
 
 // serveVsock listens for the host. A new connection takes the place of the one before: the host redials when that is gone.

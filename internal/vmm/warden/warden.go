@@ -272,7 +272,12 @@ func (w *warden) serve(ctx context.Context, stop func(), c *net.UnixConn) {
 		}
 	}
 	c.SetDeadline(time.Now().Add(callBound))
-	send(c, &a, out)
+	if send(c, &a, out) != nil && r.Op == "start" && err == nil {
+		// Whoever asked gave up before it began, and may have asked for its end before that: nobody answers for it.
+		if err := errors.Join(w.kill(r.Process.ID, "killed"), w.forget(r.Process.ID)); err != nil {
+			w.log.Error("end a monitor that nobody waits for", "monitor", r.Process.ID, "err", err)
+		}
+	}
 }
 
 func (w *warden) start(p *Process, files []*os.File) (int, error) {
@@ -297,8 +302,10 @@ func (w *warden) start(p *Process, files []*os.File) (int, error) {
 	undo := func(err error) (int, error) {
 		w.groups.removeOf(p.ID)
 		w.mu.Lock()
+		x.Ended = true
 		delete(w.procs, p.ID)
 		w.mu.Unlock()
+		close(x.done)
 		return 0, fmt.Errorf("start %s: %w", p.ID, err)
 	}
 	at, err := w.groups.make(p)
@@ -332,6 +339,9 @@ func (w *warden) start(p *Process, files []*os.File) (int, error) {
 	}
 	w.mu.Lock()
 	x.Pid = cmd.Process.Pid
+	if x.Why != "" { // a kill came while it was being born
+		unix.Kill(x.Pid, unix.SIGKILL)
+	}
 	w.mu.Unlock()
 	w.deadline(p.ID, p.Deadline)
 	go w.await(x, cmd, out)
@@ -413,11 +423,13 @@ func (w *warden) kill(id, why string) error {
 		return nil
 	}
 	w.mu.Lock()
-	if !x.Ended && x.Pid > 0 {
+	if !x.Ended {
 		if x.Why == "" {
 			x.Why = why
 		}
-		unix.Kill(x.Pid, unix.SIGKILL)
+		if x.Pid > 0 {
+			unix.Kill(x.Pid, unix.SIGKILL)
+		}
 	}
 	w.mu.Unlock()
 	select {
