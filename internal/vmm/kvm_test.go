@@ -10,9 +10,17 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/dsec-dev/dsec/internal/vmm"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+	"github.com/dsec-dev/dsec/test/firecracker"
 )
 
 func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "warden" {
+		os.Exit(warden.Main(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == "firecracker" {
+		os.Exit(firecracker.Main(os.Args[2:]))
+	}
 	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
 		switch os.Getenv("DSEC_TEST_PROBE") {
 		case "hang":

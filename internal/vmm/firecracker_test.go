@@ -1,0 +1,295 @@
+package vmm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/guest/mux"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+)
+
+const testUID = 0x7fbf1000
+
+// fcRig is a driver over a stand-in for the program.
+type fcRig struct {
+	w *warden.Client
+	d *vmm.Firecracker
+	k *vmm.Kernel
+	n int
+	t *testing.T
+}
+
+func newFirecracker(t *testing.T, version string) *fcRig {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("skip: needs root")
+	}
+	// The monitor's user has to reach its folder.
+	top, err := os.MkdirTemp("/tmp", "dsec-fc-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	os.Chmod(top, 0o755)
+	program := filepath.Join(top, "firecracker")
+	if err := os.WriteFile(program, []byte("#!/bin/sh\nexport DSEC_FAKE_FIRECRACKER_VERSION="+version+"\nexec "+filepath.Join(top, "test")+" firecracker \"$@\"\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile("/proc/self/exe")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(top, "test"), text, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	r := &fcRig{t: t}
+	instance := fmt.Sprintf("f%d", os.Getpid())
+	run := filepath.Join(top, "run")
+	if r.w, err = warden.Spawn(t.Context(), os.Args[0], []string{"warden"}, run, instance); err != nil {
+		t.Fatal(err)
+	}
+	os.Chmod(run, 0o711)
+	t.Cleanup(func() {
+		r.w.Shutdown(context.Background())
+		for end := time.Now().Add(20 * time.Second); warden.Sweep(run, instance) != nil && time.Now().Before(end); {
+			time.Sleep(5 * time.Millisecond)
+		}
+		os.RemoveAll(top)
+	})
+	r.d, err = vmm.NewFirecracker(t.Context(), vmm.FirecrackerConfig{Program: program, Verdict: vmm.Verdict{KVM: "native"}, Warden: r.w})
+	if err != nil {
+		t.Fatal(err)
+	}
+	kernel := t.TempDir()
+	if err := os.WriteFile(filepath.Join(kernel, "vmlinux"), []byte("kernel"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if r.k, err = vmm.OpenKernel(kernel, strings.NewReader("guest")); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.k.Close)
+	return r
+}
+
+func (r *fcRig) spec(change ...func(*vmm.Spec)) *vmm.Spec {
+	r.t.Helper()
+	r.n++
+	list, err := r.w.List(r.t.Context())
+	if err != nil || len(list) > 10 {
+		r.t.Fatalf("%d monitors, %v", len(list), err)
+	}
+	dir, err := os.MkdirTemp("/tmp", "dsec-fcvm-")
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { os.RemoveAll(dir) })
+	disk, err := os.CreateTemp(r.t.TempDir(), "")
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { disk.Close() })
+	disk.Chmod(0o666)
+	s := &vmm.Spec{ID: fmt.Sprintf("fc-%d", r.n), Dir: dir, UID: testUID, Machine: "microvm", Kernel: r.k, CPUs: 1, Memory: 128 << 20,
+		Disks: []vmm.Disk{{Serial: "upper", File: disk}}}
+	for _, c := range change {
+		c(s)
+	}
+	return s
+}
+
+// greet finds the guest of a machine.
+func greet(t *testing.T, vm vmm.VM) (*mux.Session, error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	c, err := vm.Agent(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return mux.Host(ctx, c)
+}
+
+func TestFirecrackerLife(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	vm, err := r.d.Create(t.Context(), r.spec())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := greet(t, vm)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	for _, step := range []struct {
+		act  func(context.Context) error
+		want string
+	}{{vm.Pause, "paused"}, {vm.Pause, "paused"}, {vm.Resume, "running"}, {vm.Resume, "running"}} {
+		if err := step.act(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := vm.Status(t.Context()); err != nil || got != step.want {
+			t.Errorf("status %q, %v; want %q", got, err, step.want)
+		}
+	}
+	if err := vm.Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := vm.Kill(t.Context()); err != nil {
+		t.Errorf("kill again: %v", err)
+	}
+	if _, err := r.d.Find(t.Context(), vm.ID(), "/tmp"); !errors.Is(err, sandbox.ErrLost) {
+		t.Errorf("find a dead machine: %v, want ErrLost", err)
+	}
+}
+
+type saver interface {
+	SaveTo(ctx context.Context, state, memory string) error
+	LoadFrom(ctx context.Context, state, memory string) error
+}
+
+func TestFirecrackerSnapshotAndClone(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	first := r.spec()
+	vm, err := r.d.Create(t.Context(), first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	old, err := greet(t, vm)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sv := vm.(saver)
+	if err := sv.SaveTo(t.Context(), "state", "memory"); err == nil {
+		t.Error("a running machine was saved")
+	}
+	if err := sv.SaveTo(t.Context(), "../state", "memory"); !errors.Is(err, sandbox.ErrInvalid) {
+		t.Errorf("a path that leads out: %v", err)
+	}
+	if err := errors.Join(vm.Pause(t.Context()), sv.SaveTo(t.Context(), "state", "memory"), vm.Resume(t.Context())); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-old.Done(): // a snapshot breaks each connection
+	case <-time.After(10 * time.Second):
+		t.Error("the connection outlived the snapshot")
+	}
+	if s, err := greet(t, vm); err != nil {
+		t.Errorf("dial again: %v", err)
+	} else {
+		s.Close()
+	}
+	state, memory := filepath.Join(first.Dir, "state"), filepath.Join(first.Dir, "memory")
+	os.Chmod(first.Dir, 0o755)
+	for range 2 {
+		c, err := r.d.Create(t.Context(), r.spec(func(s *vmm.Spec) { s.Incoming = true }))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.(saver).LoadFrom(t.Context(), state, memory); err != nil {
+			t.Fatal(err)
+		}
+		if st, err := c.Status(t.Context()); err != nil || st != "paused" {
+			t.Errorf("a loaded machine is %q, %v", st, err)
+		}
+		if err := c.Resume(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		s, err := greet(t, c)
+		if err != nil {
+			t.Errorf("clone: %v", err)
+		} else {
+			s.Close()
+		}
+	}
+	// One that is broken ends its monitor, and says why.
+	os.WriteFile(memory, []byte("short"), 0o644)
+	c, err := r.d.Create(t.Context(), r.spec(func(s *vmm.Spec) { s.Incoming = true }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.(saver).LoadFrom(t.Context(), state, memory); err == nil || !strings.Contains(err.Error(), "CRC") {
+		t.Errorf("a broken snapshot: %v", err)
+	}
+	select {
+	case <-c.Over():
+	case <-time.After(10 * time.Second):
+		t.Error("its monitor lives on")
+	}
+}
+
+func TestFirecrackerRefusals(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	for name, c := range map[string]struct {
+		change func(*vmm.Spec)
+		want   error
+		text   string
+	}{
+		"no kernel":  {func(s *vmm.Spec) { s.Kernel = nil }, sandbox.ErrInvalid, "kernel"},
+		"as root":    {func(s *vmm.Spec) { s.UID = 0 }, sandbox.ErrInvalid, "root"},
+		"a screen":   {func(s *vmm.Spec) { s.Display = true }, sandbox.ErrUnsupported, "screen"},
+		"odd memory": {func(s *vmm.Spec) { s.Memory++ }, sandbox.ErrInvalid, "memory"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := r.d.Create(t.Context(), r.spec(c.change))
+			if !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v; want %v that names %q", err, c.want, c.text)
+			}
+		})
+	}
+	if list, err := r.w.List(t.Context()); err != nil || len(list) != 0 {
+		t.Errorf("monitors are left: %v, %v", list, err)
+	}
+}
+
+// A monitor that was taken over puts a link to another's socket where its own was.
+func TestFirecrackerSocketMustBeItsOwn(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	s := r.spec()
+	vm, err := r.d.Create(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := filepath.Join(s.Dir, "vsock.sock")
+	other := filepath.Join(s.Dir, "api.sock")
+	os.Remove(at)
+	if err := os.Symlink(other, at); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if c, err := vm.Agent(ctx); err == nil {
+		c.Close()
+		t.Error("a link was followed")
+	}
+	os.Remove(at)
+	if err := unix.Mkfifo(at, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	ctx2, cancel2 := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel2()
+	if c, err := vm.Agent(ctx2); err == nil {
+		c.Close()
+		t.Error("a FIFO was taken for a socket")
+	}
+}
+
+func TestFirecrackerByVersion(t *testing.T) {
+	for version, pause := range map[string]bool{"1.16.1": false, "1.17.0-dev": true, "2.0.0": true} {
+		if f := newFirecracker(t, version).d.Features(); f.Pause != pause || f.Degraded || (f.Why["pause"] == "") != pause {
+			t.Errorf("%s: %+v, want pause %v", version, f, pause)
+		}
+	}
+	_, err := vmm.NewFirecracker(t.Context(), vmm.FirecrackerConfig{Program: "/bin/true", Verdict: vmm.Verdict{KVM: "emulated", Reason: "an instruction takes 280 ns"}})
+	if !errors.Is(err, sandbox.ErrUnsupported) || !strings.Contains(err.Error(), "280 ns") {
+		t.Errorf("without KVM: %v; want ErrUnsupported with the reason", err)
+	}
+}
