@@ -578,3 +578,26 @@ func TestGNUTarAgrees(t *testing.T) {
 		}
 	}
 }
+
+// A body whose client has left before the call was sent is interrupted with nothing applied, never of unknown end.
+func TestBodyOfAClientThatHasLeft(t *testing.T) {
+	dir := t.TempDir()
+	for _, gone := range []string{"client", "connection"} {
+		f := serve(t)
+		ctx, cancel := context.WithCancel(context.Background())
+		if cancel(); gone == "connection" {
+			ctx = context.Background()
+			f.Close()
+		}
+		for i := range 20 {
+			_, err := f.Write(ctx, WriteHeader{Path: filepath.Join(dir, fmt.Sprint(gone, i)), Append: true, StartOffset: -1, Size: -1}, strings.NewReader("x"))
+			var broken *Incomplete
+			if !errors.As(err, &broken) || !broken.Interrupted || broken.Applied > 1 || gone == "connection" && (broken.Applied != 0 || broken.Start != -1) {
+				t.Fatalf("%s left: %v", gone, err)
+			}
+			if broken.Applied < 0 && gone == "client" {
+				t.Fatalf("%s left: the end is unknown: %v", gone, err)
+			}
+		}
+	}
+}

@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"cmp"
 	"bufio"
 	"context"
 	"errors"
@@ -222,6 +223,9 @@ type call struct {
 }
 
 func (f *Files) start(ctx context.Context, act string, req *filewire.Request) (*call, error) {
+	if err := cmp.Or(ctx.Err(), f.Err()); err != nil { // not by chance, where a frame could be queued nevertheless
+		return nil, fmt.Errorf("%s: %w", act, err)
+	}
 	select {
 	case f.slots <- struct{}{}:
 	case <-ctx.Done():

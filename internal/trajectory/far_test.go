@@ -423,3 +423,46 @@ func TestPressureMovesSegmentsToTheStore(t *testing.T) {
 		t.Errorf("%d segments lie in the store alone", far)
 	}
 }
+
+// A store may carry out a killed process's write of its epoch when the next process has long written its own.
+func TestLateEpochOfADeadProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx := context.Background()
+		fs, st := crashfs.New(9), &memStore{all: map[string][]byte{}}
+		var late [][]byte
+		var l *trajectory.Log
+		for i := range 5 {
+			if i > 0 {
+				fs = fs.Kill()
+			}
+			l = open(t, storeConfig(fs, st))
+			for _, old := range late { // also what is older than the one before
+				st.all["logs/h1/epoch"] = old
+				rec := trajectory.Record{Kind: trajectory.KindStepEnd, Step: fmt.Sprint(i), Payload: []byte("{}")}
+				if _, err := l.Append(ctx, testID("k"), []trajectory.Record{rec}, sandbox.DurabilityStore); err != nil {
+					t.Fatalf("process %d: %v", i, err)
+				}
+			}
+			if i == 0 {
+				if _, err := l.Append(ctx, testID("k"), []trajectory.Record{create()}, sandbox.DurabilityStore); err != nil {
+					t.Fatal(err)
+				}
+			}
+			late = append(late, bytes.Clone(st.all["logs/h1/epoch"]))
+			if i%2 == 0 && i > 0 {
+				st.all["logs/h1/epoch"] = late[0] // and while nobody lives
+			}
+		}
+		// Another's stands.
+		if err := trajectory.Fence(ctx, st, "h1"); err != nil {
+			t.Fatal(err)
+		}
+		rec := trajectory.Record{Kind: trajectory.KindStepEnd, Step: "fenced", Payload: []byte("{}")}
+		if _, err := l.Append(ctx, testID("k"), []trajectory.Record{rec}, sandbox.DurabilityStore); !errors.Is(err, sandbox.ErrState) {
+			t.Fatalf("a fenced log acknowledged: %v", err)
+		}
+		if _, err := trajectory.Open(storeConfig(fs.Kill(), st), quiet); !errors.Is(err, sandbox.ErrState) {
+			t.Fatalf("a fenced log opens: %v", err)
+		}
+	})
+}

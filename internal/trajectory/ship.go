@@ -41,10 +41,10 @@ type tenure struct {
 	epoch   epoch
 	owned   bool
 	mine    []epoch // those before that this log wrote, or meant to
-	oldest  uint32 // segments before this one are of processes before
-	tails   []tail // objects of the tail, the oldest first
-	shipNum uint64 // number of the last object
-	listed  bool   // tails of processes before are in the list
+	oldest  uint32  // segments before this one are of processes before
+	tails   []tail  // objects of the tail, the oldest first
+	shipNum uint64  // number of the last object
+	listed  bool    // tails of processes before are in the list
 }
 
 type tail struct {
