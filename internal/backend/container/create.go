@@ -181,6 +181,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 			return err
 		}
 	}
+	x.groups = born.Group
 	sums := born.Laid
 	if len(sums) == 0 { // a keeper of an earlier version does not tell
 		sums = laidFiles(u.Dir)

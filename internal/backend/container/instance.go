@@ -56,6 +56,7 @@ type instance struct {
 	ends   map[string]sandbox.Outcome // of commands that Destroy ended
 
 	tracing *tracing // nil: not traced
+	groups  string   // folder of its groups of the v2 tree; "" from a keeper that does not tell
 }
 
 var _ sandbox.Instance = (*instance)(nil)

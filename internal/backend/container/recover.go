@@ -67,6 +67,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 		}
 		return nil, fmt.Errorf("recover %s: its keeper died: %w", id, sandbox.ErrLost)
 	}
+	x.groups = alive.Born.Group
 	x.beginTrace(ctx)
 	return x, nil
 }

@@ -192,6 +192,9 @@ func pressures(dir string) (out [3]time.Duration) {
 
 // groupsDir is the folder of the sandbox's groups in the v2 tree.
 func (x *instance) groupsDir() (string, error) {
+	if x.groups != "" {
+		return x.groups, nil
+	}
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		return "", err
