@@ -209,20 +209,9 @@ func (b *box) startRuntime(ctx context.Context, birth *Birth, r *root, far int) 
 		return 0, err
 	}
 	defer unix.Close(group)
-	var groups []int // cloned here: their mounts are this namespace's
-	defer func() { k.discard(groups) }()
-	if !b.inner {
-		for _, p := range k.cg.places() {
-			fd, err := cloneRO(b.grp.at(p.ctrl))
-			if err != nil {
-				return 0, err
-			}
-			groups = append(groups, fd)
-		}
-	}
 	var child int
 	err = onThread(func() error {
-		if err := b.layBundle(view, programs, r, groups); err != nil {
+		if err := b.layBundle(view, programs, r); err != nil {
 			return fmt.Errorf("lay the bundle: %w", err)
 		}
 		if birth.Runtime.Kind == RuntimeCrun && !k.cg.pure() {
@@ -282,7 +271,7 @@ func runtimeArgs(r *Runtime, at, id string) []string {
 }
 
 // layBundle attaches what the bundle's folders stand for, in a mount namespace that the calling thread gets for it.
-func (b *box) layBundle(at, programs string, r *root, groups []int) error {
+func (b *box) layBundle(at, programs string, r *root) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return err
 	}
@@ -334,8 +323,13 @@ func (b *box) layBundle(at, programs string, r *root, groups []int) error {
 	if err := errors.Join(attach("shm")(lent(r.shm)), attach("dev")(clonePlain(b.k.tmpl.dev)), attach("sys")(clonePlain(b.k.tmpl.sys))); err != nil {
 		return err
 	}
-	for i, p := range b.k.cg.places() {
-		if err := attach("sys/fs/cgroup/" + p.at)(lent(groups[i])); err != nil {
+	for _, p := range b.k.cg.places() {
+		// By path: of this namespace's own mounts, and so later ones than those at /sys/fs/cgroup, the first of which runc takes for all.
+		at := b.grp.v2()
+		if p.ctrl != "" {
+			at = b.grp.v1(p.ctrl)
+		}
+		if err := attach("sys/fs/cgroup/" + p.at)(cloneRO(unix.AT_FDCWD, at)); err != nil {
 			return err
 		}
 	}
