@@ -74,6 +74,7 @@ type Images struct {
 	conversions *shares
 	images      *shares
 	pause       time.Duration // before a broken blob is taken up again; 0 is the default
+	patience    time.Duration // with a manifest; 0 is the default
 
 	mu      sync.Mutex
 	base    context.Context // of pulls that outlive their caller; nil before Run
@@ -261,6 +262,9 @@ func (im *Images) pull(ctx context.Context, project string, r Ref, p Pull) (*Ima
 	}
 	if im.pause > 0 {
 		src.pause = im.pause
+	}
+	if im.patience > 0 {
+		src.patience = im.patience
 	}
 	c, err := choose(ctx, src, r.Tag, r.Digest, im.cfg.Arch)
 	if err != nil {

@@ -22,9 +22,11 @@ import (
 const (
 	maxManifest = 4 << 20 // octets, of a manifest or a config
 	stallTime   = 60 * time.Second
-	slowOctets  = 64 << 10 // in stallTime: a connection that gives less is broken off
-	maxBreaks   = 8        // of one blob without progress between them
-	maxSlows    = 5
+	// handshakeTime is for the whole way to a registry's token, with waits that it asks for.
+	handshakeTime = 5 * time.Minute
+	slowOctets    = 64 << 10 // in stallTime: a connection that gives less is broken off
+	maxBreaks     = 8        // of one blob without progress between them
+	maxSlows      = 5
 )
 
 // Credential is what is shown to a registry.
@@ -55,11 +57,12 @@ type remote struct {
 	net       *network
 	endpoints []*endpoint
 	pause     time.Duration // before a broken blob is taken up again
+	patience  time.Duration // for a manifest, once its answer has begun
 }
 
 // newRemote lists where a reference is looked for. A mirror is host[/prefix]; it sees its own credential only.
 func newRemote(n *network, r Ref, mirrors []string, cred func(host string) (Credential, error)) (*remote, error) {
-	m := &remote{net: n, pause: 500 * time.Millisecond}
+	m := &remote{net: n, pause: 500 * time.Millisecond, patience: stallTime}
 	for _, place := range append(append([]string{}, mirrors...), r.Host) {
 		host, prefix, _ := strings.Cut(strings.TrimSuffix(place, "/"), "/")
 		e := &endpoint{host: host, repo: r.Repo}
@@ -97,6 +100,8 @@ func (e *endpoint) open(ctx context.Context, n *network) (*http.Client, string, 
 	if e.cred != (Credential{}) {
 		auth = authn.FromConfig(authn.AuthConfig{Username: e.cred.Username, Password: e.cred.Secret})
 	}
+	ctx, stop := context.WithTimeout(ctx, handshakeTime)
+	defer stop()
 	rt, err := transport.NewWithContext(ctx, repo.Registry, auth, bound{n, repo.RegistryStr()}, []string{repo.Scope(transport.PullScope)})
 	if err != nil {
 		return nil, "", e.failed("log in", err)
@@ -198,15 +203,23 @@ func (m *remote) manifestOf(ctx context.Context, e *endpoint, tag, digest string
 		return nil, "", err
 	}
 	req.Header.Set("Accept", accept)
-	res, err := client.Do(req)
+	// Until an answer begins, a registry may ask to wait.
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	res, err := client.Do(req.WithContext(ctx))
 	if err != nil {
 		return nil, "", e.failed(act, err)
 	}
 	defer res.Body.Close()
+	watch := time.AfterFunc(m.patience, stop)
+	defer watch.Stop()
 	if res.StatusCode != http.StatusOK {
 		return nil, "", e.failed(act, transport.CheckError(res, http.StatusOK))
 	}
 	raw, err := io.ReadAll(io.LimitReader(res.Body, maxManifest+1))
+	if err != nil && ctx.Err() != nil && req.Context().Err() == nil {
+		err = fmt.Errorf("the manifest does not come within %v", m.patience)
+	}
 	if err != nil {
 		return nil, "", e.failed(act, err)
 	}
