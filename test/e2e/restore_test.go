@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -125,7 +126,7 @@ func TestRestoreOnItsHost(t *testing.T) {
 		t.Errorf("from %s", r.Base)
 	}
 	sb = r.Sandbox
-	if got := out(t, sb, "wc -l </srv/runs; ps | grep -c '[s]leep 1000'"); got != "2\n0\n" {
+	if got := out(t, sb, "wc -l </srv/runs"); got != "2\n" {
 		t.Errorf("%q", got)
 	}
 	snap, err := sb.Snapshot(within(t), "")
@@ -272,7 +273,9 @@ func TestRestoreOfALostHost(t *testing.T) {
 	}
 	must(t, lost.cmd.Process.Signal(syscall.SIGSTOP))
 	must(t, eventually(func() error {
-		_, err := c.Restore(within(t), theirs[0].ID, client.RestoreOptions{})
+		ctx, cancel := context.WithTimeout(within(t), 3*time.Second)
+		defer cancel()
+		_, err := c.Restore(ctx, theirs[0].ID, client.RestoreOptions{})
 		if !errors.Is(err, client.ErrState) || !strings.Contains(err.Error(), "lost_host") {
 			return fmt.Errorf("a host that is silent: %v", err)
 		}

@@ -20,15 +20,15 @@ from ._sync.ports import Port, RawConnection, WebSocket
 from ._sync.sandbox import Batch, Sandbox
 from ._websocket import Closed as WebSocketClosed
 from .errors import (
-    CommandFailed, DeadlineExceeded, Denied, DsecError, Exhausted, Exists, Internal, Invalid, Lost, NotFound, State, Unavailable, Unsupported,
+    CommandFailed, DeadlineExceeded, Denied, DsecError, Exhausted, Exists, Internal, Invalid, Lost, NotFound, NotRestored, State, Unavailable, Unsupported,
     VersionMismatch,
 )
 from .model import (
     ApiKey, Capabilities, Cause, Chunk, CommandInfo, Environment, FileEvent, FileInfo, Image, ImportedLayer, ItemError, JobInfo, Layer, LayerName,
-    Lifetime, LogRecord, NewApiKey, Outcome, Resources, Result, SandboxInfo, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
+    Lifetime, LogRecord, NewApiKey, Outcome, Resources, Restored, RestoredStep, Result, SandboxInfo, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
     StreamEnd, Summary, UploadResult, Verdict, WriteResult,
 )
-from .options import CommandOptions, CreateOptions, EnvironmentOptions, RunOptions, SessionOptions, StartOptions
+from .options import CommandOptions, CreateOptions, EnvironmentOptions, RestoreOptions, RunOptions, SessionOptions, StartOptions
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ __all__ = [
     "AsyncSandbox", "AsyncSession", "AsyncWebSocket", "Batch", "Capabilities", "Cause", "Chunk", "Client", "CommandFailed", "CommandInfo",
     "CommandOptions", "CreateOptions", "DeadlineExceeded", "Denied", "DsecError", "Environment", "EnvironmentOptions", "Exhausted", "Exists",
     "FileEvent", "FileInfo", "Files", "Found", "HttpResponse", "Image", "ImportedLayer", "Internal", "Invalid", "ItemError", "Job", "JobInfo", "Layer",
-    "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "Outcome", "Port", "Process", "RawConnection", "Resources", "Result",
+    "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "NotRestored", "Outcome", "Port", "Process", "RawConnection", "Resources", "RestoreOptions", "Restored", "RestoredStep", "Result",
     "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
     "StartOptions", "State", "Stats", "StreamEnd", "Summary", "Unavailable", "Unsupported", "UploadResult", "Verdict", "VersionMismatch", "WebSocket",
     "WebSocketClosed", "WriteResult",

@@ -19,7 +19,7 @@ from .errors import DeadlineExceeded, DsecError, Invalid, NotFound, Unavailable,
 from .model import (
     Chunk, CommandInfo, Environment, Image, ItemError, LayerName, LogRecord, Outcome, Result, SandboxInfo, Selector, SelectorResult,
 )
-from .options import CommandOptions, CreateOptions, Env, EnvironmentOptions, RunOptions, SessionOptions, Size, StartOptions
+from .options import CommandOptions, CreateOptions, Env, EnvironmentOptions, RestoreOptions, RunOptions, SessionOptions, Size, StartOptions
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def without_empty(body: JSON) -> JSON:
 _KEYWORDS: Mapping[str, Collection[str]] = {
     "run_container": CreateOptions.__annotations__, "run_containers": [*CreateOptions.__annotations__, "all"],
     "exec": CommandOptions.__annotations__, "start": StartOptions.__annotations__,
-    "session": SessionOptions.__annotations__, "Session.run": RunOptions.__annotations__, "Session.start": RunOptions.__annotations__,
+    "session": SessionOptions.__annotations__, "restore": RestoreOptions.__annotations__, "Session.run": RunOptions.__annotations__, "Session.start": RunOptions.__annotations__,
     "environments.publish": EnvironmentOptions.__annotations__,
 }
 
@@ -283,7 +283,8 @@ def argv_of(argv: Sequence[Union[Octets, Sequence[Octets]]]) -> List[Octets]:
 def start_body(
     sandbox: str, *, argv: Optional[Sequence[Octets]] = None, session: str = "", text: Octets = "", id: str = "", env: Optional[Env] = None,
     secret_env: Collection[Octets] = (), cwd: Octets = "", user: str = "", stdin: Octets = b"", timeout: Optional[float] = None,
-    output_cap: int = 0, stdin_open: Optional[bool] = None, terminal: Optional[Tuple[int, int]] = None, step: str = "",
+    output_cap: int = 0, stdin_open: Optional[bool] = None, terminal: Optional[Tuple[int, int]] = None, step: str = "", restore: str = "",
+    check: Sequence[str] = (),
 ) -> JSON:
     if timeout is not None and not timeout > 0:
         raise Invalid(f"timeout {timeout}: want seconds above 0, or None for no limit")
@@ -291,7 +292,7 @@ def start_body(
         stdin_open = terminal is not None
     body = without_empty({
         "session": session, "env": env_vars(env, secret_env), "user": user, "timeout_ms": milliseconds(timeout, "timeout"),
-        "output_cap": output_cap, "stdin_open": stdin_open, "stdin": base64_of(encode(stdin, "stdin")),
+        "output_cap": output_cap, "stdin_open": stdin_open, "stdin": base64_of(encode(stdin, "stdin")), "restore": restore, "check": list(check),
     })
     body["sandbox"], body["id"] = sandbox, id or step or new_key()
     if argv is not None:
@@ -527,9 +528,10 @@ def list_environments(prefix: str) -> Op[List[Environment]]:
             return out
 
 
-def job_body(name: str, lease: float, on_lease_end: str, retention: Optional[float]) -> JSON:
+def job_body(name: str, lease: float, on_lease_end: str, retention: Optional[float], restore: str = "") -> JSON:
     return {"job": without_empty({
         "name": name, "lease_ms": milliseconds(lease, "lease"), "on_lease_end": on_lease_end, "retention_ms": milliseconds(retention, "retention"),
+        "restore": restore,
     })}
 
 

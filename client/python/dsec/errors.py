@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Dict, Optional, Type
 
 if TYPE_CHECKING:
-    from .model import Result
+    from .model import Restored, Result
 
 
 class DsecError(Exception):
@@ -50,6 +50,15 @@ class State(DsecError):
     """The object is in a state that does not allow the call, such as a command in a sandbox that has ended."""
 
     code = "failed_precondition"
+
+
+class NotRestored(State):
+    """A restore came to no sandbox: the caller is asked (`result.asks`, `result.secrets`), or a step came to something else
+    (`result.diverged`). Nothing is left of the attempt."""
+
+    def __init__(self, result: Restored) -> None:
+        super().__init__(str(result))
+        self.result = result
 
 
 class VersionMismatch(State):

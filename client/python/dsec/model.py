@@ -407,6 +407,60 @@ class SelectorResult:
 
 
 @dataclass(frozen=True)
+class RestoredStep:
+    """A step that a restore asks about, or that came to something else."""
+
+    step: str
+    seq: int = 0  # of its start, in the trajectory
+    kind: str = ""
+    restore: str = ""  # its class: repeat | verify | never
+    why: str = ""  # of the class, or how it differs
+    can_repeat: bool = False  # else only skip is an answer
+
+    @classmethod
+    def of(cls, f: Fields) -> RestoredStep:
+        return cls(f.text("step"), f.number("seq"), f.text("kind"), f.text("class"), f.text("why"), f.flag("canRepeat"))
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore came to."""
+
+    state: str  # restored | asks | diverged
+    sandbox: Optional[SandboxInfo] = None
+    epoch: int = 0
+    base: str = ""  # "environment", or the layer of the snapshot that it began from
+    last_seq: int = 0  # the last record that is there
+    last_time: Time = None
+    asks: Sequence[RestoredStep] = ()  # what only the caller can decide, by skip or repeat; the first 1,000
+    asked: int = 0  # how many there are
+    secrets: Sequence[str] = ()  # names of secrets that are missing
+    diverged: Sequence[RestoredStep] = ()  # the first 1,000
+    differing: int = 0
+    repeated: int = 0
+    skipped: int = 0
+    running: Sequence[str] = ()  # steps that had no end and run again
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, f: Fields) -> Restored:
+        return cls(
+            f.text("state"), SandboxInfo.of(f.sub("sandbox")) if f.has("sandbox") else None, f.number("epoch"), f.text("base"), f.number("lastSeq"),
+            f.time("lastTime"), f.subs("asks", RestoredStep.of), f.number("asked"), f.texts("secrets"), f.subs("diverged", RestoredStep.of),
+            f.number("differing"), f.number("repeatedSteps"), f.number("skippedSteps"), f.texts("running"), f.texts("notes"),
+        )
+
+    def __str__(self) -> str:
+        if self.state == "asks":
+            why = [f"step {s.step} ({s.why})" for s in self.asks[:3]]
+            if self.asked > len(why):
+                why.append(f"{self.asked - len(why)} more steps")
+            why += [f"the value of secret {s}" for s in self.secrets]
+            return "restore needs an answer: " + ", ".join(why)
+        return f"restore {self.state}" + "".join(f": step {s.step}: {s.why}" for s in self.diverged[:1])
+
+
+@dataclass(frozen=True)
 class Selector:
     """Picks sandboxes of the caller's project; all that is set must match, and a change needs at least one field."""
 

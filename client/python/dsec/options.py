@@ -58,6 +58,20 @@ class CommandOptions(TypedDict, total=False):
     stdin: Octets  # whole standard input
     timeout: float  # seconds until the command is killed with all it started; only time in which the sandbox runs counts
     output_cap: int  # octets kept of each stream; default 16 MiB
+    restore: str  # what a restore of its sandbox does with it: repeat | verify | never (docs/trainer.md)
+    check: Sequence[str]  # of verify: exit code 0 says that it need not be done again, 1 that it must
+
+
+class RestoreOptions(TypedDict, total=False):
+    """Of making a sandbox again that is gone."""
+
+    warn: bool  # tell what comes to something else and go on; else the restore ends there
+    skip: Collection[str]  # steps that are not done again; "*" is all that would be asked about
+    repeat: Collection[str]  # steps that are done again whatever their class; "*" is all that would be asked about
+    secrets: Mapping[Octets, Octets]  # values of secret entries, which the log does not hold
+    accept_tail_loss: bool  # go on where the end of the record may be missing
+    lost_host: str  # this host is gone for good: the caller vouches for it
+    call_id: str  # of this call: the same again joins it
 
 
 class StartOptions(CommandOptions, total=False):
@@ -85,6 +99,8 @@ class RunOptions(TypedDict, total=False):
     stdin: Octets
     timeout: float
     output_cap: int
+    restore: str
+    check: Sequence[str]
 
 
 class EnvironmentOptions(TypedDict, total=False):

@@ -58,3 +58,48 @@ def test_asyncio(server, client):  # noqa: F811
             await box.stop()
 
     asyncio.run(go())
+
+
+def test_restore(server, client):  # noqa: F811
+    with dsec.Client(server.url) as c:
+        job = c.job("restored-py", lease=0)
+        box = job.run_container(environment="py", key="r1", secret_env=["TOKEN"], env={"TOKEN": "s3cret"})
+        box.files.write("/tmp/f", b"kept")
+        assert box.sh("echo >>/tmp/runs; wc -l </tmp/runs; cat /tmp/f", step="a").text.split() == ["1", "kept"]
+        box.sh("cat /proc/sys/kernel/random/uuid", step="uuid")
+        box.sh("true", step="asked", restore="never")
+        try:
+            c.restore(box.id)
+            raise AssertionError("a living sandbox was restored")
+        except dsec.State as e:
+            assert not isinstance(e, dsec.NotRestored) and "lives" in str(e)
+        box.stop()
+        try:
+            job.restore("r1")
+            raise AssertionError("nobody was asked")
+        except dsec.NotRestored as e:
+            assert e.result.state == "asks" and [s.step for s in e.result.asks] == ["asked"] and list(e.result.secrets) == ["TOKEN"], e.result
+        secrets = {"TOKEN": "s3cret"}
+        try:
+            job.restore("r1", secrets=secrets, skip=["asked"])
+            raise AssertionError("a strict restore did not end at a difference")
+        except dsec.NotRestored as e:
+            assert e.result.state == "diverged" and e.result.diverged[0].step == "uuid"
+        new = job.restore("r1", secrets=secrets, skip=["asked"], warn=True)
+        assert new.id != box.id and new.restored.differing == 1 and new.restored.skipped == 1 and new.info.state == "running"
+        calls = []
+        run = new._t.run
+        new._t.run = lambda op: (calls.append(1), run(op))[1]
+        assert new.sh("echo >>/tmp/runs; wc -l </tmp/runs; cat /tmp/f", step="a").text.split() == ["1", "kept"] and not calls
+        new._t.run = run
+        assert new.sh("wc -l </tmp/runs", step="b").text.strip() == "1"
+        assert job.run_container(environment="py", key="r1", secret_env=["TOKEN"], env={"TOKEN": "s3cret"}).id == new.id
+        new.stop()
+
+    async def again():
+        async with dsec.AsyncClient(server.url) as c:
+            box = await c.restore(new.id, secrets=secrets, warn=True, skip=["*"])
+            assert (await box.sh("wc -l </tmp/runs; echo $TOKEN", step="c")).text.split() == ["1", "s3cret"]
+            await box.stop()
+
+    asyncio.run(again())

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, AsyncIterator, List, Optional, Type, Union
 
 from .. import _config, _connect
-from .. import _ops as ops
+from .. import _ops as ops, _restore as restoring
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
 from .images import AsyncImages
@@ -21,7 +21,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import CreateOptions
+    from ..options import CreateOptions, RestoreOptions
 
 
 class AsyncFound(List[AsyncSandbox]):
@@ -135,6 +135,12 @@ class AsyncClient:
         """Wakes one sandbox, or all that a selector matches."""
         return await self._t.run(ops.select("Resume", target))
 
+    async def restore(self, sandbox: str, **options: Unpack[RestoreOptions]) -> AsyncSandbox:
+        """Makes a sandbox that is gone again, by the ID of any sandbox of its trajectory, and waits for it, however long its steps take. What it
+        came to is in its `restored`; where it came to no sandbox: NotRestored. Options: see `RestoreOptions`."""
+        ops.check_keywords("restore", options)
+        return AsyncSandbox.of(self._t, await self._t.run(restoring.restore(restoring.body(sandbox=sandbox, **options))))
+
     def log(
         self, sandbox: str = "", *, job: str = "", key: str = "", from_seq: int = 1, follow: bool = False, output: bool = True,
         timeout: Optional[float] = None,
@@ -146,11 +152,12 @@ class AsyncClient:
 
     # Jobs.
 
-    def job(self, name: str = "", *, lease: float = 30.0, on_lease_end: str = "", retention: Optional[float] = None) -> Pending[AsyncJob]:
+    def job(self, name: str = "", *, lease: float = 30.0, on_lease_end: str = "", retention: Optional[float] = None, restore: str = "") -> Pending[AsyncJob]:
         """Makes or joins a job. With a lease (seconds, 60 at most) it is renewed in the background; when this process dies, its end comes
-        within the lease and `on_lease_end` happens: stop (default), pause or keep. `retention` (seconds) is of records and logs."""
+        within the lease and `on_lease_end` happens: stop (default), pause or keep. `retention` (seconds) is of records and logs,
+        `restore` the class of commands that state none (docs/trainer.md): repeat or never."""
         name = name or "job-" + ops.new_key()
-        body = ops.job_body(name, lease, on_lease_end, retention)
+        body = ops.job_body(name, lease, on_lease_end, retention, restore)
 
         async def make() -> AsyncJob:
             await self._t.run(ops.call("JobService/Put", body))

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, AsyncIterator, Dict, Mapping, Optional, Type
 
-from .. import _ops as ops
+from .. import _ops as ops, _restore as restoring
 from .._octets import Fields, JSON
 from ..errors import DsecError
 from ..model import JobInfo, SelectorResult
@@ -18,7 +18,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import CreateOptions
+    from ..options import CreateOptions, RestoreOptions
     from .client import AsyncClient
 
 
@@ -81,6 +81,13 @@ class AsyncJob:
         woken = SelectorResult.of(await self._call("Resume"))
         await self.fast_forward()
         return woken
+
+    async def restore(self, key: str, **options: Unpack[RestoreOptions]) -> AsyncSandbox:
+        """`Client.restore` of the sandbox with a create key of this job. It also learns the recorded steps under the new ID, as `resume` does."""
+        ops.check_keywords("restore", options)
+        made = AsyncSandbox.of(self._t, await self._t.run(restoring.restore(restoring.body(job=self.name, key=key, **options))))
+        await self.fast_forward()
+        return made
 
     async def fast_forward(self, timeout: Optional[float] = None) -> int:
         """Learns the recorded steps of all its trajectories; answers how many."""

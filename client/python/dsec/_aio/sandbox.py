@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, AsyncIterator, Iterator, List, Mapping, Option
 
 from .. import _ops as ops
 from .._octets import JSON, Octets
+from .._restore import info_of as restored_info
 from ..errors import DsecError
-from ..model import CommandInfo, ItemError, LogRecord, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
+from ..model import CommandInfo, ItemError, LogRecord, Restored, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
 from .commands import AsyncProcess, AsyncSession
 from .files import AsyncFiles
 from .log import read_log
@@ -34,7 +35,16 @@ class AsyncSandbox:
         self.id = id
         self.info = info
         self.existed = existed  # its create key was known: nothing was made
+        self.restored: Optional[Restored] = None  # of one that a restore made
         self.files = AsyncFiles(transport, id)
+
+    @classmethod
+    def of(cls, transport: Transport, done: Restored) -> AsyncSandbox:
+        """The sandbox that a restore made."""
+        info = restored_info(done)
+        made = cls(transport, info.id, info)
+        made.restored = done
+        return made
 
     def __repr__(self) -> str:
         return f"<AsyncSandbox {self.id}>"

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Iterator, List, Optional, Type, Union
 
 from .. import _config, _connect
-from .. import _ops as ops
+from .. import _ops as ops, _restore as restoring
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
 from .images import Images
@@ -20,7 +20,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import CreateOptions
+    from ..options import CreateOptions, RestoreOptions
 
 
 class Found(List[Sandbox]):
@@ -123,6 +123,12 @@ class Client:
         """Wakes one sandbox, or all that a selector matches."""
         return self._t.run(ops.select("Resume", target))
 
+    def restore(self, sandbox: str, **options: Unpack[RestoreOptions]) -> Sandbox:
+        """Makes a sandbox that is gone again, by the ID of any sandbox of its trajectory, and waits for it, however long its steps take. What it
+        came to is in its `restored`; where it came to no sandbox: NotRestored. Options: see `RestoreOptions`."""
+        ops.check_keywords("restore", options)
+        return Sandbox.of(self._t, self._t.run(restoring.restore(restoring.body(sandbox=sandbox, **options))))
+
     def log(
         self, sandbox: str = "", *, job: str = "", key: str = "", from_seq: int = 1, follow: bool = False, output: bool = True,
         timeout: Optional[float] = None,
@@ -134,11 +140,12 @@ class Client:
 
     # Jobs.
 
-    def job(self, name: str = "", *, lease: float = 30.0, on_lease_end: str = "", retention: Optional[float] = None) -> Job:
+    def job(self, name: str = "", *, lease: float = 30.0, on_lease_end: str = "", retention: Optional[float] = None, restore: str = "") -> Job:
         """Makes or joins a job. With a lease (seconds, 60 at most) it is renewed in the background; when this process dies, its end comes
-        within the lease and `on_lease_end` happens: stop (default), pause or keep. `retention` (seconds) is of records and logs."""
+        within the lease and `on_lease_end` happens: stop (default), pause or keep. `retention` (seconds) is of records and logs,
+        `restore` the class of commands that state none (docs/trainer.md): repeat or never."""
         name = name or "job-" + ops.new_key()
-        self._t.run(ops.call("JobService/Put", ops.job_body(name, lease, on_lease_end, retention)))
+        self._t.run(ops.call("JobService/Put", ops.job_body(name, lease, on_lease_end, retention, restore)))
         return Job(self, self._t, name, lease)
 
     def jobs(self) -> List[JobInfo]:

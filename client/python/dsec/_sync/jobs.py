@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Optional, Type
 
-from .. import _ops as ops
+from .. import _ops as ops, _restore as restoring
 from .._octets import Fields, JSON
 from ..errors import DsecError
 from ..model import JobInfo, SelectorResult
@@ -17,7 +17,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import CreateOptions
+    from ..options import CreateOptions, RestoreOptions
     from .client import Client
 
 
@@ -83,6 +83,13 @@ class Job:
         woken = SelectorResult.of(self._call("Resume"))
         self.fast_forward()
         return woken
+
+    def restore(self, key: str, **options: Unpack[RestoreOptions]) -> Sandbox:
+        """`Client.restore` of the sandbox with a create key of this job. It also learns the recorded steps under the new ID, as `resume` does."""
+        ops.check_keywords("restore", options)
+        made = Sandbox.of(self._t, self._t.run(restoring.restore(restoring.body(job=self.name, key=key, **options))))
+        self.fast_forward()
+        return made
 
     def fast_forward(self, timeout: Optional[float] = None) -> int:
         """Learns the recorded steps of all its trajectories; answers how many."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Iterator, List, Mapping, Optional, Sequence, T
 
 from .. import _ops as ops
 from .._octets import JSON, Octets
+from .._restore import info_of as restored_info
 from ..errors import DsecError
-from ..model import CommandInfo, ItemError, LogRecord, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
+from ..model import CommandInfo, ItemError, LogRecord, Restored, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
 from .commands import Process, Session
 from .files import Files
 from .log import read_log
@@ -33,7 +34,16 @@ class Sandbox:
         self.id = id
         self.info = info
         self.existed = existed  # its create key was known: nothing was made
+        self.restored: Optional[Restored] = None  # of one that a restore made
         self.files = Files(transport, id)
+
+    @classmethod
+    def of(cls, transport: Transport, done: Restored) -> Sandbox:
+        """The sandbox that a restore made."""
+        info = restored_info(done)
+        made = cls(transport, info.id, info)
+        made.restored = done
+        return made
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.id}>"
