@@ -1,0 +1,188 @@
+package vm_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/backend/vm"
+	"github.com/dsec-dev/dsec/internal/backend/vm/vmtest"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
+	"github.com/dsec-dev/dsec/internal/vmm/warden"
+)
+
+// nobody takes what happens and remembers the end.
+type nobody struct {
+	sandbox.Sink
+	mu    sync.Mutex
+	cause *sandbox.Cause
+}
+
+func (n *nobody) Output(context.Context, string, sandbox.StreamName, int64, []byte, bool) error {
+	return nil
+}
+func (n *nobody) CommandEnded(context.Context, string, sandbox.Outcome) error { return nil }
+func (n *nobody) SessionEnded(context.Context, string, sandbox.Outcome) error { return nil }
+func (n *nobody) Denied(context.Context, string, string, string)              {}
+func (n *nobody) Ended(_ context.Context, c sandbox.Cause) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.cause = &c
+	return nil
+}
+
+func (n *nobody) end() *sandbox.Cause {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.cause
+}
+
+func small(e *vmtest.Env) *sandbox.Spec {
+	s := &sandbox.Spec{Layers: []string{e.Layer}, Backend: "microvm", AllowDegraded: true, Env: []string{"PATH=/bin"},
+		Resources: sandbox.Resources{Memory: 128 << 20, Disk: 64 << 20, Pids: 128}}
+	s.Fill()
+	return s
+}
+
+func within(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// Clones of one template never give the same random numbers, whatever the kernel has, and none has the clock of the template.
+func TestClonesAreUnlikeEachOther(t *testing.T) {
+	e := vmtest.New(t)
+	s := e.Suite()
+	seen := map[string]bool{}
+	for range 3 {
+		b := sandboxtest.NewBox(t, s)
+		got := b.Out(t, "head -c 16 /dev/urandom | od -An -tx1; head -c 16 /dev/random | od -An -tx1; cat /proc/sys/kernel/random/uuid")
+		for line := range strings.Lines(got) {
+			if seen[line] {
+				t.Errorf("two clones gave %q", line)
+			}
+			seen[line] = true
+		}
+		now, err := strconv.ParseInt(strings.TrimSpace(b.Out(t, "date +%s")), 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if off := time.Since(time.Unix(now, 0)); off < -2*time.Second || off > 30*time.Second {
+			t.Errorf("the clock is off by %v", off)
+		}
+	}
+}
+
+func TestTranslatedMachineMustBeAllowed(t *testing.T) {
+	e := vmtest.New(t)
+	s := small(e)
+	s.AllowDegraded = false
+	_, err := e.Backend.Create(within(t), sandbox.NewID("htests"), s, &nobody{})
+	if !errors.Is(err, sandbox.ErrUnsupported) || !strings.Contains(err.Error(), "allow_degraded") || !strings.Contains(err.Error(), "tests are translated") {
+		t.Errorf("%v; want ErrUnsupported with the reason and the way round", err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// kill -9 of a monitor: the sandbox ends by the platform, and its destroy leaves nothing.
+func TestKilledMonitor(t *testing.T) {
+	e := vmtest.New(t)
+	sink := &nobody{}
+	x, err := e.Backend.Create(within(t), sandbox.NewID("htests"), small(e), sink)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := warden.NewClient(e.Config.RunDir).List(within(t))
+	if err != nil || len(list) != 1 {
+		t.Fatalf("monitors: %v, %v", list, err)
+	}
+	if uid := owner(t, list[0].Pid); uid < e.Config.UIDBase || uid >= e.Config.UIDBase+uint32(e.Config.Slots) {
+		t.Errorf("the monitor runs as uid %d", uid)
+	}
+	if err := unix.Kill(list[0].Pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	sandboxtest.Eventually(t, func() bool { return sink.end() != nil }, func() string { return "no end was told" })
+	if c := sink.end(); c.Class != sandbox.ClassPlatform || c.Reason != "monitor_ended" {
+		t.Errorf("%+v", c)
+	}
+	if err := x.Start(within(t), &sandbox.Command{ID: "c", Argv: []string{"/bin/true"}}); !errors.Is(err, sandbox.ErrState) {
+		t.Errorf("start in a dead machine: %v", err)
+	}
+	if err := x.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func owner(t *testing.T, pid int) uint32 {
+	t.Helper()
+	var st unix.Stat_t
+	if err := unix.Stat("/proc/"+strconv.Itoa(pid), &st); err != nil {
+		t.Fatal(err)
+	}
+	return st.Uid
+}
+
+// A paused machine's monitor takes no processor time, and the state survives a restart of the host.
+func TestPausedMachineStandsStill(t *testing.T) {
+	e := vmtest.New(t)
+	x, err := e.Backend.Create(within(t), sandbox.NewID("htests"), small(e), &nobody{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Pause(within(t), sandbox.Frozen); err != nil {
+		t.Fatal(err)
+	}
+	list, err := warden.NewClient(e.Config.RunDir).List(within(t))
+	if err != nil || len(list) != 1 {
+		t.Fatalf("monitors: %v, %v", list, err)
+	}
+	before := ticks(t, list[0].Pid)
+	time.Sleep(500 * time.Millisecond)
+	if used := ticks(t, list[0].Pid) - before; used > 5 {
+		t.Errorf("%d ticks in half a second", used)
+	}
+	if err := x.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func ticks(t *testing.T, pid int) (n int) {
+	t.Helper()
+	text, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
+	for _, v := range f[11:13] {
+		k, err := strconv.Atoi(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n += k
+	}
+	return n
+}
+
+// The backend says what it is before anything starts.
+func TestCapabilities(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
+	c := e.Backend.Capabilities()
+	if c.Backend != "vm" || c.Isolation != "high" || c.Features["accelerator"] != "tcg" || c.Features["degraded"] == "" || !strings.HasPrefix(c.Features["driver"], "qemu ") {
+		t.Errorf("%+v", c)
+	}
+}
