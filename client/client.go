@@ -126,6 +126,7 @@ type Client struct {
 	Restores     dsecv1connect.RestoreServiceClient
 	Logs         dsecv1connect.LogServiceClient
 	Keys         dsecv1connect.IamServiceClient
+	Calls        dsecv1connect.FnCallServiceClient
 }
 
 // Connect makes a client and checks with one call that the server is there, speaks this protocol and takes the key.
@@ -194,6 +195,7 @@ func New(cfg Config) (*Client, error) {
 	c.Restores = dsecv1connect.NewRestoreServiceClient(c.http, c.base, opts...)
 	c.Logs = dsecv1connect.NewLogServiceClient(c.http, c.base, opts...)
 	c.Keys = dsecv1connect.NewIamServiceClient(c.http, c.base, opts...)
+	c.Calls = dsecv1connect.NewFnCallServiceClient(c.http, c.base, opts...)
 	return c, nil
 }
 

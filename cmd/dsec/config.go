@@ -45,8 +45,9 @@ type settings struct {
 		Hosts  []string `toml:"hosts"`
 		Stall  string   `toml:"stall"` // duration; "0s" never ends a body
 	} `toml:"gateway"`
-	Images imageSettings `toml:"images"`
-	VM     vmSettings    `toml:"vm"`
+	FnCall fnCallSettings `toml:"fncall"`
+	Images imageSettings  `toml:"images"`
+	VM     vmSettings     `toml:"vm"`
 	// Runtimes are paths of OCI runtimes by name, before those that are found.
 	Runtimes map[string]string `toml:"runtimes"`
 	Blobs    blobSettings      `toml:"blobs"`

@@ -45,6 +45,7 @@ type cli struct {
 	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
+	FnCall   fncallCmd   `cmd:"" name:"fncall" group:"sandboxes" help:"Run a small program to its end and judge it."`
 
 	Layer layerCmd `cmd:"" group:"environments" help:"Build, list, roll back and remove layers."`
 	Env   envCmd   `cmd:"" group:"environments" help:"Compose, build, list, export, roll back and remove environments."`

@@ -159,6 +159,9 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 		Log:      m.log, Disk: m.pool.Free, LogDisk: func() (int64, error) { return freeSpace(p.State) },
 		Logger: logger, Registry: reg, TakeOver: takeOver(lc.Store, logger),
 	})
+	if err == nil {
+		err = m.openCalls(p, reg, logger)
+	}
 	return m, err
 }
 
@@ -401,8 +404,12 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if e.images, err = p.images(e.layers, st, e.facts, logger); err != nil {
 		return nil, err
 	}
+	langs, err := p.languages()
+	if err != nil {
+		return nil, err
+	}
 	e.gateway, err = gateway.New(gc,
-		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Log: logger, Registry: reg})
+		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Languages: langs, Log: logger, Registry: reg})
 	if err != nil {
 		return nil, err
 	}

@@ -30,8 +30,7 @@ func FnCall() Policy {
 
 // CallName names a system call of FnCall's events: by name where it has one here, else by its number.
 func CallName(arch, call uint32, args [6]uint64) string {
-	native, x32 := nativeArch()
-	if arch != native || x32 && call&0x40000000 != 0 {
+	if Fatal(arch, call) {
 		return "call of another architecture"
 	}
 	if name, ok := map[uint32]string{
@@ -47,4 +46,10 @@ func CallName(arch, call uint32, args [6]uint64) string {
 		return name
 	}
 	return EventName(call, args)
+}
+
+// Fatal reports whether FnCall ends a program for the call.
+func Fatal(arch, call uint32) bool {
+	native, x32 := nativeArch()
+	return arch != native || x32 && call&0x40000000 != 0
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"regexp"
-	"slices"
 	"strings"
 	"time"
 
@@ -26,7 +25,7 @@ type Language struct {
 	// Compile is the compiler's command; none for languages that have none. "{source}" is the source file, "{args}", alone in an argument,
 	// the call's compile_args.
 	Compile []string `toml:"compile"`
-	// Artifacts are the files that compiling makes and that a run gets instead of the sources. None: a run gets everything that is there.
+	// Artifacts are the files that compiling makes and that a run gets instead of the source.
 	Artifacts []string `toml:"artifacts"`
 	// Run is the command that runs it; the input's args follow.
 	Run []string `toml:"run"`
@@ -36,10 +35,6 @@ type Language struct {
 	// Limits and CompileLimits replace the platform's defaults.
 	Limits        LimitsFile `toml:"limits"`
 	CompileLimits LimitsFile `toml:"compile_limits"`
-	// Warm is a program that is compiled once per environment when the language is first used; what it leaves in the folders of Cache
-	// (paths below the work folder) is laid, read-only by nature, into each compile of that language.
-	Warm  string   `toml:"warm"`
-	Cache []string `toml:"cache"`
 }
 
 // LimitsFile is Limits as it stands in a file: durations as text ("2s"), sizes as text ("256m") or octets.
@@ -156,10 +151,12 @@ func (l *Language) check() error {
 		return fmt.Errorf("want a name of a-z 0-9 + # . _ -: %w", sandbox.ErrInvalid)
 	case l.Environment == "":
 		return fmt.Errorf("environment: missing: %w", sandbox.ErrInvalid)
+	case len(l.Compile) > 0 && len(l.Artifacts) == 0:
+		return fmt.Errorf("artifacts: compile is set, and nothing of it is named: %w", sandbox.ErrInvalid)
 	case l.Name != "cmd" && (l.Source == "" || len(l.Run) == 0):
 		return fmt.Errorf("source and run: missing: %w", sandbox.ErrInvalid)
 	}
-	for _, p := range slices.Concat([]string{l.Source}, l.Artifacts, l.Cache) {
+	for _, p := range append([]string{l.Source}, l.Artifacts...) {
 		if p != "" {
 			if err := CheckPath(p); err != nil {
 				return err

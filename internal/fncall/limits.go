@@ -35,7 +35,7 @@ func DefaultCompileLimits() Limits {
 
 // MostLimits are above what anybody gets.
 func MostLimits() Limits {
-	return Limits{CPU: time.Hour, Wall: time.Hour, Memory: 1 << 40, Processes: 1 << 16, Output: 16 << 20, FileSize: 16 << 30,
+	return Limits{CPU: 8 * time.Minute, Wall: 8 * time.Minute, Memory: 1 << 40, Processes: 1 << 16, Output: 4 << 20, FileSize: 16 << 30,
 		Disk: 16 << 30, Files: 1 << 20, Stack: 8 << 30, OpenFiles: 1 << 16}
 }
 

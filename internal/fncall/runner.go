@@ -12,15 +12,11 @@ type Exec struct {
 	Env    []string
 	Stdin  []byte   // nil: /dev/null
 	StdinF *os.File // instead of Stdin: read from its beginning
-	Pipe   *Pipe    // instead of both, and of a captured standard output
 	Files  []File   // laid into the work folder, which is the current one
 	Limits Limits
 	Copy   []Copy
 	Pooled bool
 }
-
-// Pipe joins two runs: the one writes what the other reads. The Runner closes none of its files.
-type Pipe struct{ In, Out *os.File }
 
 // File is a file of a work folder. Its path is relative and clean.
 type File struct {
@@ -40,6 +36,7 @@ type Copy struct {
 type Copied struct {
 	Path string
 	Data []byte
+	From *os.File // instead of Data, for the receiver to close
 	Exec bool
 	Err  string // why there is none, for people; "" when there is
 }
@@ -65,4 +62,6 @@ type Exit struct {
 // again. The end of ctx kills the tree, and Facts.Cancelled tells.
 type Runner interface {
 	Exec(ctx context.Context, e *Exec) (*Exit, error)
+	// Pair runs two at once, each one's standard output being the other's standard input; first is 0 or 1 for the one that ended first.
+	Pair(ctx context.Context, a, b *Exec) (x, y *Exit, first int, err error)
 }

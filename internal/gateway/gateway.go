@@ -25,6 +25,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/dsec-dev/dsec/api/dsec/v1/dsecv1connect"
+	"github.com/dsec-dev/dsec/internal/fncall"
 	"github.com/dsec-dev/dsec/internal/iam"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/obs"
@@ -55,28 +56,31 @@ type Fleet interface {
 
 // Deps are what a gateway works with.
 type Deps struct {
-	Fleet    Fleet
-	Keys     *iam.Keys
-	Layers   *layer.Catalogue
-	Images   *oci.Images // nil: creates name no images
-	Log      *slog.Logger
-	Registry *prometheus.Registry // nil: no metrics
+	Fleet  Fleet
+	Keys   *iam.Keys
+	Layers *layer.Catalogue
+	Images *oci.Images // nil: creates name no images
+	// Languages of function calls; nil: none are served.
+	Languages fncall.Languages
+	Log       *slog.Logger
+	Registry  *prometheus.Registry // nil: no metrics
 }
 
 // Gateway serves the public API.
 type Gateway struct {
-	cfg     Config
-	fleet   Fleet
-	keys    *iam.Keys
-	layers  *layer.Catalogue
-	images  *oci.Images
-	log     *slog.Logger
-	edge    *rpc.Edge
-	handler http.Handler
-	ports   *ports
-	watch   *watch
-	random  func() *rand.Rand
-	leaving atomic.Bool
+	cfg       Config
+	fleet     Fleet
+	keys      *iam.Keys
+	layers    *layer.Catalogue
+	images    *oci.Images
+	languages fncall.Languages
+	log       *slog.Logger
+	edge      *rpc.Edge
+	handler   http.Handler
+	ports     *ports
+	watch     *watch
+	random    func() *rand.Rand
+	leaving   atomic.Bool
 	// abandoned counts creates whose sandboxes are being stopped since nobody could find them.
 	abandoned atomic.Int64
 	askTime   time.Duration
@@ -90,6 +94,7 @@ const (
 	readyWait  = 5 * time.Second  // of a call that comes before the hosts have answered
 	youth      = 30 * time.Second // of a gateway, in which calls wait so
 	hostWait   = 10 * time.Second // for a host that was up a moment ago and refuses connections: it is being restarted
+	callTime   = 30 * time.Minute // of a function call: its limits and its wait for a place have bounds of their own
 	createTime = 60 * time.Second // default of CreateRequest.deadline_ms
 	fanOut     = 64               // hosts asked at once by one call
 )
@@ -103,7 +108,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		cfg.Stall = defaultStall
 	}
 	cfg.Domain = strings.ToLower(strings.Trim(cfg.Domain, "."))
-	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, images: d.Images, log: d.Log, askTime: askTime, born: time.Now()}
+	g := &Gateway{cfg: cfg, fleet: d.Fleet, keys: d.Keys, layers: d.Layers, images: d.Images, languages: d.Languages, log: d.Log, askTime: askTime, born: time.Now()}
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
@@ -111,6 +116,9 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		dsecv1connect.ImageServicePutImageProcedure:      15 * time.Minute,
 		dsecv1connect.RestoreServiceRestoreProcedure:     5 * time.Minute, // above its own wait
 		dsecv1connect.SandboxServiceCreateProcedure:      5 * time.Minute, // above the request's own deadline
+		dsecv1connect.FnCallServiceRunProcedure:          callTime,
+		dsecv1connect.FnCallServiceRunBatchProcedure:     callTime,
+		dsecv1connect.FnCallServiceRunPairProcedure:      callTime,
 	}}
 	if d.Registry != nil {
 		calls, err := obs.NewCalls(d.Registry, "gateway")
@@ -134,6 +142,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.Handle(dsecv1connect.NewFileServiceHandler(files{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobs{g: g}, opts...))
+	mux.Handle(dsecv1connect.NewFnCallServiceHandler(calls{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewRestoreServiceHandler(restores{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLayerServiceHandler(layers{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewImageServiceHandler(images{g: g}, opts...))

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/semaphore"
 
+	"github.com/dsec-dev/dsec/internal/fncall"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/trajectory"
@@ -42,8 +43,9 @@ type Host struct {
 	wg     sync.WaitGroup
 	ready  chan struct{} // closed when recovery is done
 
-	loaded histories // steps of ended sandboxes that were read back
-	gone   lostLogs  // of hosts whose sandboxes were restored here
+	calls  *fncall.Engine // nil: none are run
+	loaded histories      // steps of ended sandboxes that were read back
+	gone   lostLogs       // of hosts whose sandboxes were restored here
 
 	mu       sync.Mutex
 	boxes    map[sandbox.ID]*box

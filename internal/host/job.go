@@ -407,6 +407,9 @@ func (h *Host) expire(ctx context.Context) {
 	if err := h.forget(ctx, loose); err != nil && h.life.Err() == nil {
 		h.log.Error("expire sandboxes", "err", err)
 	}
+	if err := h.expireCalls(ctx, now); err != nil && h.life.Err() == nil {
+		h.log.Error("expire function calls", "err", err)
+	}
 }
 
 func (b *box) overSince(now time.Time) time.Duration {

@@ -391,6 +391,10 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known
 			if t.ID.Key == "" {
 				return h.rereadJob(ctx, t.ID)
 			}
+			if isCalls(t.ID) {
+				h.rereadCalls(t.ID)
+				return nil
+			}
 			b, st, err := h.rereadBox(ctx, t.ID)
 			if err == nil && st != nil {
 				mu.Lock()

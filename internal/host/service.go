@@ -18,6 +18,7 @@ func (h *Host) Handler(edge *rpc.Edge) http.Handler {
 	mux.Handle(dsecv1connect.NewFileServiceHandler(fileService{h}, opts))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobService{h}, opts))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logService{h}, opts))
+	mux.Handle(dsecv1connect.NewFnCallServiceHandler(fnCallService{h}, opts))
 	mux.Handle(dsecv1connect.NewHostServiceHandler(hostService{h}, opts))
 	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(restoreService{h}, opts))
 	mux.Handle(dsecv1connect.NewInfoServiceHandler(infoService{h}, opts))

@@ -44,6 +44,7 @@ type Peer struct {
 	Commands  dsecv1connect.CommandServiceClient
 	Jobs      dsecv1connect.JobServiceClient
 	Files     dsecv1connect.FileServiceClient
+	Calls     dsecv1connect.FnCallServiceClient
 	// The calls that stream; all streams share HTTP/2 connections.
 	Logs        dsecv1connect.LogServiceClient
 	Restores    dsecv1connect.HostRestoreServiceClient
@@ -195,6 +196,7 @@ func (p *Peer) clients() {
 	p.Jobs = dsecv1connect.NewJobServiceClient(short, p.base, opts...)
 	p.Streams = dsecv1connect.NewCommandServiceClient(long, p.base, opts...)
 	p.Files = dsecv1connect.NewFileServiceClient(short, p.base, opts...)
+	p.Calls = dsecv1connect.NewFnCallServiceClient(short, p.base, opts...)
 	p.FileStreams = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
 	p.Restores = dsecv1connect.NewHostRestoreServiceClient(short, p.base, opts...)
