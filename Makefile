@@ -1,4 +1,4 @@
-# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory | torture | test-kernels | generate
+# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory|vm | torture | test-kernels | generate
 SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)

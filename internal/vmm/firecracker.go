@@ -492,6 +492,11 @@ func (v *fcVM) Console(ctx context.Context) string {
 
 func (v *fcVM) Display() (Display, bool) { return nil, false }
 
+func (v *fcVM) Release() {
+	v.stop()
+	v.http.CloseIdleConnections()
+}
+
 func (v *fcVM) Kill(ctx context.Context) error {
 	if err := v.d.warden.Kill(ctx, v.id); err != nil {
 		return fmt.Errorf("end machine %s: %w", v.id, err)

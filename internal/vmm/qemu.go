@@ -471,6 +471,14 @@ func (v *qemuVM) Console(ctx context.Context) string {
 	return strings.ToValidUTF8(text, "?")
 }
 
+func (v *qemuVM) Release() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.ctl != nil {
+		v.ctl.close()
+	}
+}
+
 func (v *qemuVM) Kill(ctx context.Context) error {
 	v.mu.Lock()
 	c := v.ctl

@@ -101,6 +101,8 @@ type VM interface {
 	Console(ctx context.Context) string
 	// Display is the machine's screen, keyboard and pointer, where it has them.
 	Display() (Display, bool)
+	// Release lets go of the machine, which goes on: another process may then take it.
+	Release()
 	// Kill ends the monitor and returns when nothing of it is left. It is idempotent.
 	Kill(ctx context.Context) error
 }

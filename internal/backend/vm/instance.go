@@ -155,6 +155,7 @@ func (x *instance) serve() {
 		x.link = nil
 		x.mu.Unlock()
 		l.close()
+		x.vm.Release()
 	}()
 }
 

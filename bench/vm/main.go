@@ -1,0 +1,325 @@
+// VM measures the backend microvm: machines that boot, clones of a template, what each costs in memory and when idle, waking, and a command
+// in an open session; beside plain QEMU that boots the same kernel. See docs/ops/vms.md for what each line means. The guests' kernel is found
+// as a host finds it (DSEC_GUEST_KERNEL).
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dsec-dev/dsec/bench/measure"
+	"github.com/dsec-dev/dsec/client"
+	"github.com/dsec-dev/dsec/internal/backend/vm"
+)
+
+func main() {
+	cold := flag.Int("cold", 5, "machines that boot, one after another")
+	clones := flag.Int("clones", 20, "clones that live at once")
+	execs := flag.Int("execs", 200, "commands in an open session")
+	prefix := flag.String("prefix", "vm", "begin of the lines' names")
+	flag.Parse()
+	ctx, cancel := measure.Context()
+	defer cancel()
+	if err := run(ctx, *prefix, *cold, *clones, *execs); err != nil {
+		fmt.Fprintln(os.Stderr, "bench vm:", err)
+		os.Exit(1)
+	}
+}
+
+const memory = 128 << 20
+
+func run(ctx context.Context, prefix string, cold, clones, execs int) error {
+	kernel := vm.FindKernel("/var/lib/dsec")
+	if kernel == "" {
+		measure.Note("vm: no kernel for guests (make guest-kernel, or DSEC_GUEST_KERNEL): nothing to measure")
+		return nil
+	}
+	boots, err := bootAll(ctx, cold)
+	if err != nil {
+		return err
+	}
+	plain, err := plainAll(ctx, kernel, cold)
+	if err != nil {
+		return err
+	}
+	measure.Print(prefix+".cold", boots.Percentile(50).Seconds(), "s")
+	measure.Print(prefix+".plain.cold", plain.Percentile(50).Seconds(), "s")
+	measure.Print("ratio."+prefix+".cold_vs_plain", boots.Percentile(50).Seconds()/plain.Percentile(50).Seconds(), "x")
+	return cloneAll(ctx, prefix, boots, clones, execs)
+}
+
+// server starts one whose settings are in a file.
+func server(ctx context.Context, settings string) (s *measure.Server, end func() error, err error) {
+	f, err := os.CreateTemp("", "dsec-bench-*.toml")
+	if err != nil {
+		return nil, nil, err
+	}
+	defer f.Close()
+	if _, err := f.WriteString(settings); err != nil {
+		return nil, nil, err
+	}
+	s, err = measure.StartEmpty(ctx, measure.Config{Pool: "2g", Args: []string{"--config", f.Name()}})
+	if err != nil {
+		os.Remove(f.Name())
+		return nil, nil, err
+	}
+	end = func() error { return errors.Join(s.Stop(), os.Remove(f.Name())) }
+	tree, err := measure.Tar()
+	if err == nil {
+		m, e := s.Client.ImportLayer(ctx, "base/bench", "bench", bytes.NewReader(tree))
+		if err = e; err == nil {
+			s.Layer = m.Layer.Id
+		}
+	}
+	if err != nil {
+		return nil, nil, errors.Join(err, end())
+	}
+	return s, end, nil
+}
+
+func options(s *measure.Server) client.Options {
+	o := s.Options()
+	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 64<<20, 3*time.Minute
+	return o
+}
+
+// first makes a sandbox and runs a command in it.
+func first(ctx context.Context, s *measure.Server) (*client.Sandbox, time.Duration, error) {
+	began := time.Now()
+	b, err := s.Client.RunContainer(ctx, options(s))
+	if err != nil {
+		return nil, 0, err
+	}
+	r, err := b.Exec(ctx, "/bin/echo", "up")
+	if err == nil && string(r.Stdout) != "up\n" {
+		err = fmt.Errorf("a command gave %q", r.Stdout)
+	}
+	took := time.Since(began)
+	if err != nil {
+		return nil, 0, errors.Join(err, b.Stop(ctx))
+	}
+	return b, took, nil
+}
+
+// bootAll makes sandboxes whose machines boot.
+func bootAll(ctx context.Context, n int) (out *measure.Sample, err error) {
+	s, end, err := server(ctx, "[vm]\nno_templates = true\n")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, end()) }()
+	out = &measure.Sample{}
+	for i := range n + 1 {
+		b, took, err := first(ctx, s)
+		if err != nil {
+			return nil, err
+		}
+		if i > 0 { // the first one makes files that the others find
+			out.Add(took)
+		}
+		if err := b.Stop(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// plainAll boots the same kernel in plain QEMU, with a shell as process 1 that says when it is up. It mounts nothing and is no sandbox.
+func plainAll(ctx context.Context, kernel string, n int) (*measure.Sample, error) {
+	dir, err := os.MkdirTemp("", "dsec-bench-plain-")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	initrd := filepath.Join(dir, "initrd")
+	script := "set -e; cd " + dir + "; mkdir -p r/bin r/dev; cp $(command -v busybox) r/bin/busybox; printf '#!/bin/busybox sh\\n/bin/busybox echo dsec-plain-up\\n/bin/busybox poweroff -f\\n' > r/init; chmod 755 r/init; mknod r/dev/console c 5 1; cd r; find . | busybox cpio -o -H newc > " + initrd
+	if out, err := exec.CommandContext(ctx, "sh", "-c", script).CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("make an initramfs: %w: %s", err, out)
+	}
+	image := filepath.Join(kernel, "vmlinux")
+	if _, err := os.Stat(image); err != nil {
+		image = filepath.Join(kernel, "vmlinuz")
+	}
+	out := &measure.Sample{}
+	for range n {
+		took, err := plain(ctx, image, initrd)
+		if err != nil {
+			return nil, err
+		}
+		out.Add(took)
+	}
+	return out, nil
+}
+
+func plain(ctx context.Context, image, initrd string) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	began := time.Now()
+	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", "-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults", "-display", "none", "-no-reboot",
+		"-serial", "stdio", "-kernel", image, "-initrd", initrd, "-append", "console=ttyS0 quiet panic=-1")
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		return 0, err
+	}
+	if err := cmd.Start(); err != nil {
+		return 0, fmt.Errorf("plain QEMU: %w", err)
+	}
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	for s := bufio.NewScanner(pipe); s.Scan(); {
+		if strings.Contains(s.Text(), "dsec-plain-up") {
+			return time.Since(began), nil
+		}
+	}
+	return 0, errors.New("plain QEMU ended before its guest was up")
+}
+
+// cloneAll makes clones that stay, and measures what they cost.
+func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs int) (err error) {
+	s, end, err := server(ctx, "")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, end()) }()
+	b, took, err := first(ctx, s)
+	if err != nil {
+		return err
+	}
+	measure.Note("vm: the first sandbox, with its template, took %.2f s", took.Seconds())
+	if err := b.Stop(ctx); err != nil {
+		return err
+	}
+	clones := &measure.Sample{}
+	var boxes []*client.Sandbox
+	defer func() {
+		for _, b := range boxes {
+			err = errors.Join(err, b.Stop(ctx))
+		}
+	}()
+	for range n {
+		b, took, err := first(ctx, s)
+		if err != nil {
+			return err
+		}
+		boxes = append(boxes, b)
+		clones.Add(took)
+	}
+	measure.Print(prefix+".clone", clones.Percentile(50).Seconds(), "s")
+	measure.Print(prefix+".clone_p90", clones.Percentile(90).Seconds(), "s")
+	measure.Print(prefix+".clone_over_cold", clones.Percentile(50).Seconds()/cold.Percentile(50).Seconds(), "x")
+	pids := monitors(s.Dir)
+	if len(pids) != n {
+		return fmt.Errorf("%d monitors run, want %d", len(pids), n)
+	}
+	pss := 0.0
+	for _, pid := range pids {
+		pss += float64(memoryOf(pid)) / (1 << 20)
+	}
+	measure.Print(prefix+".clone_mem", pss/float64(n), "MiB")
+	before, at := cpuOf(pids), time.Now()
+	time.Sleep(10 * time.Second)
+	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(n), "%")
+	if err := wake(ctx, prefix, boxes); err != nil {
+		return err
+	}
+	return session(ctx, prefix, boxes[0], execs)
+}
+
+func wake(ctx context.Context, prefix string, boxes []*client.Sandbox) error {
+	woken := &measure.Sample{}
+	for _, b := range boxes[:min(len(boxes), 10)] {
+		if err := b.Pause(ctx); err != nil {
+			return err
+		}
+		began := time.Now()
+		if _, err := b.Exec(ctx, "/bin/echo", "awake"); err != nil {
+			return err
+		}
+		woken.Add(time.Since(began))
+	}
+	measure.Print(prefix+".wake", woken.Percentile(50).Seconds(), "s")
+	return nil
+}
+
+func session(ctx context.Context, prefix string, b *client.Sandbox, n int) error {
+	o, err := b.Session(ctx, client.SessionOptions{Name: "bench"})
+	if err != nil {
+		return err
+	}
+	took := &measure.Sample{}
+	for i := range n + 10 {
+		began := time.Now()
+		if _, err := o.Run(ctx, ":"); err != nil {
+			return err
+		}
+		if i >= 10 {
+			took.Add(time.Since(began))
+		}
+	}
+	measure.Print(prefix+".exec_p50", took.Ms(50), "ms")
+	measure.Print(prefix+".exec_p99", took.Ms(99), "ms")
+	return nil
+}
+
+// monitors are the processes of QEMU whose machines have their sockets below the folder.
+func monitors(dir string) (pids []int) {
+	list, _ := os.ReadDir(filepath.Join(dir, "run"))
+	names := map[string]bool{}
+	for _, e := range list {
+		machines, _ := os.ReadDir(filepath.Join(dir, "run", e.Name()))
+		for _, m := range machines {
+			names["dsec-"+m.Name()] = m.IsDir()
+		}
+	}
+	procs, _ := os.ReadDir("/proc")
+	for _, p := range procs {
+		pid, err := strconv.Atoi(p.Name())
+		if err != nil {
+			continue
+		}
+		text, _ := os.ReadFile("/proc/" + p.Name() + "/cmdline")
+		for _, arg := range strings.Split(string(text), "\x00") {
+			if names[arg] && strings.Contains(string(text), "qemu") {
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids
+}
+
+// memoryOf is the proportional share of a process, in octets.
+func memoryOf(pid int) (n int64) {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	for line := range strings.Lines(string(text)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "Pss:" {
+			k, _ := strconv.ParseInt(f[1], 10, 64)
+			n += k << 10
+		}
+	}
+	return n
+}
+
+func cpuOf(pids []int) (sum time.Duration) {
+	for _, pid := range pids {
+		text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		f := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
+		if len(f) < 13 {
+			continue
+		}
+		for _, v := range f[11:13] {
+			n, _ := strconv.ParseInt(v, 10, 64)
+			sum += time.Duration(n) * 10 * time.Millisecond // USER_HZ is 100
+		}
+	}
+	return sum
+}
