@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -229,7 +230,11 @@ func printTrace(out io.Writer, s *dsecv1.TraceStep) {
 		more(out, t.MoreReads)
 		fmt.Fprintf(out, "  connections asked for: %d\n", int64(len(t.Connections))+t.MoreConnections)
 		for _, x := range t.Connections {
-			fmt.Fprintf(out, "    %s %s\n", x.Kind, x.Address)
+			end := "made"
+			if x.Error != 0 {
+				end = syscall.Errno(x.Error).Error()
+			}
+			fmt.Fprintf(out, "    %s  (%s)\n", x.Address, end)
 		}
 		more(out, t.MoreConnections)
 	}

@@ -250,7 +250,7 @@ func traceProto(a *trace.Answer, now time.Time) *dsecv1.StepTrace {
 			p.Reads = append(p.Reads, m)
 		}
 		for _, x := range s.Connections {
-			p.Connections = append(p.Connections, &dsecv1.Connection{Kind: x.Kind, Address: x.To.String(), Pid: x.Pid})
+			p.Connections = append(p.Connections, &dsecv1.Connection{Address: x.To.String(), Pid: x.Pid, Error: int32(x.Error)})
 		}
 	}
 	if x := a.Pressure; x != nil {

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -234,8 +235,8 @@ func (k *Kernel) attachFull() {
 	for _, p := range []struct {
 		name, at string
 		ins      asm.Instructions
-	}{{"dsec_open", "security_file_open", openProgram(k.off, k.maps)}, {"dsec_connect", "security_socket_connect", connectProgram(k.off, k.maps)}} {
-		l, err := attach(p.name, p.at, ebpf.AttachTraceFEntry, p.ins)
+	}{{"dsec_open", "sys_exit", openProgram(k.off, k.maps)}, {"dsec_connect", "sys_exit", connectProgram(k.off, k.maps)}} {
+		l, err := attach(p.name, p.at, ebpf.AttachTraceRawTp, p.ins)
 		if err != nil {
 			k.lacking = err.Error()
 			k.log.Warn("trace: files read or connections are not told", "err", err)
@@ -385,7 +386,7 @@ func (w *Watch) Take(grp uint64) Seen {
 		s.Lost += int64(next.last.lost - was.lost)
 	}
 	for _, e := range g.reads {
-		s.Reads = append(s.Reads, Read{Path: string(bytes.TrimRight(e.text, "\x00")), At: e.at, Pid: int64(e.pid)})
+		s.Reads = append(s.Reads, Read{Path: pathOf(e), At: e.at, Pid: int64(e.pid)})
 	}
 	for _, e := range g.connects {
 		if c, ok := connectionOf(e); ok {
@@ -393,6 +394,17 @@ func (w *Watch) Take(grp uint64) Seen {
 		}
 	}
 	return s
+}
+
+// pathOf puts a path together from its names, the last one first. What lies too deep to be told whole begins with three dots.
+func pathOf(e event) string {
+	names := bytes.Split(bytes.TrimSuffix(e.text, []byte{0}), []byte{0})
+	slices.Reverse(names)
+	path := "/" + string(bytes.Join(names, []byte{'/'}))
+	if e.b != 0 {
+		return "..." + path
+	}
+	return path
 }
 
 func splitArgs(b []byte) []string {
@@ -409,13 +421,7 @@ func splitArgs(b []byte) []string {
 
 // connectionOf reads a socket address; those of the machine's own sockets are left out.
 func connectionOf(e event) (c Connection, ok bool) {
-	c = Connection{At: e.at, Pid: int64(e.pid), Kind: "other"}
-	switch e.a {
-	case unix.SOCK_STREAM:
-		c.Kind = "tcp"
-	case unix.SOCK_DGRAM:
-		c.Kind = "udp"
-	}
+	c = Connection{At: e.at, Pid: int64(e.pid), Error: -int(int64(e.b))}
 	if len(e.text) < 4 {
 		return c, false
 	}

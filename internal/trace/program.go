@@ -50,16 +50,16 @@ const (
 	maxBoxes  = 16384
 
 	overlayMagic = 0x794c7630
-	erofsMagic   = 0xe0f5e1e2
 	modeRead     = 1
-	modeBacking  = 1 << 25
+	nameSize     = 256 // octets of one name, with its end
+	pathDepth    = 20  // names of a path
 )
 
 // offsets of members, in octets.
 type offsets struct {
-	tgid, pid, parent, cgroups, mm, ioRead, ioWrite, signal, sigRan, ran, exitCode int16
-	dfl, level, argStart, argEnd                                                   int16
-	fMode, fInode, fPath, iMode, iSb, iIno, sbMagic, sockType                      int16
+	tgid, pid, parent, cgroups, mm, ioRead, ioWrite, signal, sigRan, ran, exitCode                int16
+	dfl, level, argStart, argEnd                                                                  int16
+	files, fdt, fd, fMode, fInode, fDentry, iMode, iSb, iIno, sbMagic, dParent, dName, call, arg1 int16
 }
 
 // kernelOffsets reads them; an error names what this kernel does not have.
@@ -106,12 +106,19 @@ func kernelOffsets(spec *btf.Spec) (o offsets, err error) {
 	find(&o.argEnd, "mm_struct", "arg_end")
 	find(&o.fMode, "file", "f_mode")
 	find(&o.fInode, "file", "f_inode")
-	find(&o.fPath, "file", "f_path")
+	find(&o.fDentry, "file", "f_path", "dentry")
+	find(&o.files, "task_struct", "files")
+	find(&o.fdt, "files_struct", "fdt")
+	find(&o.fd, "fdtable", "fd")
+	find(&o.dParent, "dentry", "d_parent")
+	find(&o.dName, "dentry", "d_name", "name")
+	find(&o.call, "pt_regs", calls.number)
+	find(&o.arg1, "pt_regs", calls.second)
+	o.arg1 += calls.at
 	find(&o.iMode, "inode", "i_mode")
 	find(&o.iSb, "inode", "i_sb")
 	find(&o.iIno, "inode", "i_ino")
 	find(&o.sbMagic, "super_block", "s_magic")
-	find(&o.sockType, "socket", "type")
 	return o, err
 }
 
@@ -338,78 +345,141 @@ func exitProgram(o offsets, m maps) asm.Instructions {
 	}, submit(m), finish())
 }
 
-// openProgram runs at every opening for reading of an ordinary file of the sandbox's root or of a volume; each file is told once a step.
-// The file that an overlay opens below itself is no concern of the sandbox.
+// callProgram runs at the end of every system call: of those that opened an ordinary file of an overlay for reading, each file once a step,
+// and of those that asked for a connection. Functions of the kernel can't be watched everywhere; calls can. A path is put together from
+// its names, from the last one up to the overlay's root, which is the sandbox's: who has changed its own root is not asked.
 func openProgram(o offsets, m maps) asm.Instructions {
-	return join(begin(o, m, levelFull), asm.Instructions{
-		asm.LoadMem(asm.R6, asm.R6, 0, asm.DWord), // the file
-		asm.LoadMem(asm.R2, asm.R6, o.fMode, asm.Word),
-		asm.Mov.Reg(asm.R1, asm.R2),
-		asm.And.Imm(asm.R1, modeRead),
+	read := func(to int16, from asm.Register, at int16) asm.Instructions {
+		return asm.Instructions{
+			asm.Mov.Reg(asm.R3, from),
+			asm.Add.Imm(asm.R3, int32(at)),
+			asm.Mov.Imm(asm.R2, 8),
+			asm.Mov.Reg(asm.R1, asm.RFP),
+			asm.Add.Imm(asm.R1, int32(to)),
+			asm.FnProbeReadKernel.Call(),
+			asm.JNE.Imm(asm.R0, 0, "out"),
+		}
+	}
+	const word = -120
+	ins := join(only(o, calls.opens...), begin(o, m, levelFull), asm.Instructions{
+		asm.LoadMem(asm.R6, asm.R6, 8, asm.DWord), // the result
+		asm.JSLT.Imm(asm.R6, 0, "out"),
+		asm.LSh.Imm(asm.R6, 3),
+		asm.LoadMem(asm.R1, asm.R7, o.files, asm.DWord),
 		asm.JEq.Imm(asm.R1, 0, "out"),
-		asm.And.Imm(asm.R2, modeBacking),
-		asm.JNE.Imm(asm.R2, 0, "out"),
-		asm.LoadMem(asm.R3, asm.R6, o.fInode, asm.DWord),
-		asm.LoadMem(asm.R1, asm.R3, o.iMode, asm.Half),
-		asm.And.Imm(asm.R1, 0o170000),
-		asm.JNE.Imm(asm.R1, 0o100000, "out"),
-		asm.LoadMem(asm.R4, asm.R3, o.iSb, asm.DWord),
-		asm.LoadMem(asm.R1, asm.R4, o.sbMagic, asm.DWord),
-		asm.JEq.Imm(asm.R1, overlayMagic, "ours"),
-		asm.LoadImm(asm.R2, erofsMagic, asm.DWord),
-		asm.JNE.Reg(asm.R1, asm.R2, "out"),
-		asm.LoadMem(asm.R1, asm.R3, o.iIno, asm.DWord).WithSymbol("ours"),
-		asm.StoreMem(asm.RFP, stKey, asm.R1, asm.DWord),
-		asm.LoadMem(asm.R1, asm.RFP, stGroup, asm.DWord),
-		asm.StoreMem(asm.RFP, stKey+8, asm.R1, asm.DWord),
-		asm.LoadMapPtr(asm.R1, m.seen.FD()),
-		asm.Mov.Reg(asm.R2, asm.RFP),
-		asm.Add.Imm(asm.R2, stKey),
-		asm.FnMapLookupElem.Call(),
-		asm.LoadMem(asm.R1, asm.R8, 4, asm.Word), // the step
-		asm.JEq.Imm(asm.R0, 0, "new"),
-		asm.LoadMem(asm.R2, asm.R0, 0, asm.DWord),
-		asm.JEq.Reg(asm.R1, asm.R2, "out"),
-		asm.StoreMem(asm.RFP, stValue, asm.R1, asm.DWord).WithSymbol("new"),
-		asm.LoadMapPtr(asm.R1, m.seen.FD()),
-		asm.Mov.Reg(asm.R2, asm.RFP),
-		asm.Add.Imm(asm.R2, stKey),
-		asm.Mov.Reg(asm.R3, asm.RFP),
-		asm.Add.Imm(asm.R3, stValue),
-		asm.Mov.Imm(asm.R4, 0),
-		asm.FnMapUpdateElem.Call(),
-	}, reserve(o, m, kindOpen, textSize), asm.Instructions{
-		asm.LoadMem(asm.R1, asm.RFP, stKey, asm.DWord),
-		asm.StoreMem(asm.R9, evA, asm.R1, asm.DWord),
-		asm.Mov.Reg(asm.R1, asm.R6),
-		asm.Add.Imm(asm.R1, int32(o.fPath)),
-		asm.Mov.Reg(asm.R2, asm.R9),
-		asm.Add.Imm(asm.R2, evHead),
-		asm.Mov.Imm(asm.R3, textSize),
-		asm.FnDPath.Call(),
-		asm.JSLT.Imm(asm.R0, 0, "told"), // longer than that: told without its name
-		asm.StoreMem(asm.R9, evLen, asm.R0, asm.Word),
-		asm.Mov.Imm(asm.R0, 0).WithSymbol("told"),
-	}, submit(m), finish())
+		asm.StoreMem(asm.RFP, word, asm.R1, asm.DWord),
+		asm.LoadMem(asm.R9, asm.RFP, word, asm.DWord),
+	}, read(word, asm.R9, o.fdt), asm.Instructions{asm.LoadMem(asm.R9, asm.RFP, word, asm.DWord)},
+		read(word, asm.R9, o.fd), asm.Instructions{asm.LoadMem(asm.R9, asm.RFP, word, asm.DWord), asm.Add.Reg(asm.R9, asm.R6)},
+		read(word, asm.R9, 0), asm.Instructions{asm.LoadMem(asm.R6, asm.RFP, word, asm.DWord), asm.JEq.Imm(asm.R6, 0, "out")}, // the file
+		read(word, asm.R6, o.fMode), asm.Instructions{
+			asm.LoadMem(asm.R1, asm.RFP, word, asm.Word),
+			asm.And.Imm(asm.R1, modeRead),
+			asm.JEq.Imm(asm.R1, 0, "out"),
+		}, read(word, asm.R6, o.fInode), asm.Instructions{asm.LoadMem(asm.R9, asm.RFP, word, asm.DWord)},
+		read(word, asm.R9, o.iMode), asm.Instructions{
+			asm.LoadMem(asm.R1, asm.RFP, word, asm.Half),
+			asm.And.Imm(asm.R1, 0o170000),
+			asm.JNE.Imm(asm.R1, 0o100000, "out"),
+		}, read(stKey, asm.R9, o.iIno),
+		read(word, asm.R9, o.iSb), asm.Instructions{asm.LoadMem(asm.R9, asm.RFP, word, asm.DWord)},
+		read(word, asm.R9, o.sbMagic), asm.Instructions{
+			asm.LoadMem(asm.R1, asm.RFP, word, asm.DWord),
+			asm.JNE.Imm(asm.R1, overlayMagic, "out"),
+		}, read(word, asm.R6, o.fDentry), asm.Instructions{
+			asm.LoadMem(asm.R6, asm.RFP, word, asm.DWord), // the name
+			asm.LoadMem(asm.R1, asm.RFP, stGroup, asm.DWord),
+			asm.StoreMem(asm.RFP, stKey+8, asm.R1, asm.DWord),
+			asm.LoadMapPtr(asm.R1, m.seen.FD()),
+			asm.Mov.Reg(asm.R2, asm.RFP),
+			asm.Add.Imm(asm.R2, stKey),
+			asm.FnMapLookupElem.Call(),
+			asm.LoadMem(asm.R1, asm.R8, 4, asm.Word), // the step
+			asm.JEq.Imm(asm.R0, 0, "new"),
+			asm.LoadMem(asm.R2, asm.R0, 0, asm.DWord),
+			asm.JEq.Reg(asm.R1, asm.R2, "out"),
+			asm.StoreMem(asm.RFP, stValue, asm.R1, asm.DWord).WithSymbol("new"),
+			asm.LoadMapPtr(asm.R1, m.seen.FD()),
+			asm.Mov.Reg(asm.R2, asm.RFP),
+			asm.Add.Imm(asm.R2, stKey),
+			asm.Mov.Reg(asm.R3, asm.RFP),
+			asm.Add.Imm(asm.R3, stValue),
+			asm.Mov.Imm(asm.R4, 0),
+			asm.FnMapUpdateElem.Call(),
+		}, reserve(o, m, kindOpen, textSize+nameSize), asm.Instructions{
+			asm.Mov.Imm(asm.R7, 0),                 // octets so far
+			asm.StoreImm(asm.R9, evB, 1, asm.Word), // until the root is met
+		})
+	for i := range pathDepth {
+		next := fmt.Sprintf("name%d", i+1)
+		ins = join(ins, asm.Instructions{
+			asm.Mov.Reg(asm.R3, asm.R6).WithSymbol(fmt.Sprintf("name%d", i)),
+			asm.Add.Imm(asm.R3, int32(o.dParent)),
+			asm.Mov.Imm(asm.R2, 8),
+			asm.Mov.Reg(asm.R1, asm.RFP),
+			asm.Add.Imm(asm.R1, word),
+			asm.FnProbeReadKernel.Call(),
+			asm.JNE.Imm(asm.R0, 0, "told"),
+			asm.LoadMem(asm.R1, asm.RFP, word, asm.DWord),
+			asm.JNE.Reg(asm.R1, asm.R6, next+"up"),
+			asm.StoreImm(asm.R9, evB, 0, asm.Word),
+			asm.Ja.Label("told"),
+			asm.Mov.Reg(asm.R3, asm.R6).WithSymbol(next + "up"),
+			asm.Add.Imm(asm.R3, int32(o.dName)),
+			asm.Mov.Imm(asm.R2, 8),
+			asm.Mov.Reg(asm.R1, asm.RFP),
+			asm.Add.Imm(asm.R1, word-8),
+			asm.FnProbeReadKernel.Call(),
+			asm.JNE.Imm(asm.R0, 0, "told"),
+			asm.JGT.Imm(asm.R7, textSize-1, "told"),
+			asm.Mov.Reg(asm.R1, asm.R9),
+			asm.Add.Imm(asm.R1, evHead),
+			asm.Add.Reg(asm.R1, asm.R7),
+			asm.Mov.Imm(asm.R2, nameSize),
+			asm.LoadMem(asm.R3, asm.RFP, word-8, asm.DWord),
+			asm.FnProbeReadKernelStr.Call(),
+			asm.JSLE.Imm(asm.R0, 0, "told"),
+			asm.JGT.Imm(asm.R0, nameSize, "told"),
+			asm.Add.Reg(asm.R7, asm.R0),
+			asm.LoadMem(asm.R6, asm.RFP, word, asm.DWord),
+		})
+	}
+	return join(ins, asm.Instructions{asm.StoreMem(asm.R9, evLen, asm.R7, asm.Word).WithSymbol("told")}, submit(m), finish())
 }
 
-// connectProgram runs when a process asks for a connection, or fixes the other end of datagrams.
+// only leaves after all calls but these; the arguments stay in R1.
+func only(o offsets, numbers ...int32) asm.Instructions {
+	ins := asm.Instructions{
+		asm.LoadMem(asm.R2, asm.R1, 0, asm.DWord), // the registers
+		asm.LoadMem(asm.R3, asm.R2, o.call, asm.DWord),
+	}
+	for _, n := range numbers[1:] {
+		ins = append(ins, asm.JEq.Imm(asm.R3, n, "asked"))
+	}
+	return append(ins, asm.JNE.Imm(asm.R3, numbers[0], "out"), asm.Mov.Reg(asm.R1, asm.R1).WithSymbol("asked"))
+}
+
+// connectProgram tells of an address that was given to connect, as it is in the process's memory when the call has ended.
 func connectProgram(o offsets, m maps) asm.Instructions {
 	const size = 28 // of a sockaddr_in6
-	return join(begin(o, m, levelFull), reserve(o, m, kindConnect, textSize), asm.Instructions{
-		asm.LoadMem(asm.R1, asm.R6, 0, asm.DWord),
-		asm.LoadMem(asm.R1, asm.R1, o.sockType, asm.Half),
-		asm.StoreMem(asm.R9, evA, asm.R1, asm.DWord),
-		asm.LoadMem(asm.R3, asm.R6, 8, asm.DWord),
-		asm.LoadMem(asm.R2, asm.R6, 16, asm.Word),
-		asm.JLE.Imm(asm.R2, size, "fits"),
-		asm.Mov.Imm(asm.R2, size),
-		asm.Mov.Reg(asm.R6, asm.R2).WithSymbol("fits"),
+	return join(only(o, calls.connect), begin(o, m, levelFull), reserve(o, m, kindConnect, textSize), asm.Instructions{
+		asm.LoadMem(asm.R1, asm.R6, 8, asm.DWord),
+		asm.StoreMem(asm.R9, evB, asm.R1, asm.DWord), // the result
+		asm.LoadMem(asm.R6, asm.R6, 0, asm.DWord),
+		asm.LoadMem(asm.R3, asm.R6, o.arg1, asm.DWord),
 		asm.Mov.Reg(asm.R1, asm.R9),
 		asm.Add.Imm(asm.R1, evHead),
-		asm.FnProbeReadKernel.Call(),
+		asm.Mov.Imm(asm.R2, 8), // family, port and what an address of four octets needs
+		asm.FnProbeReadUser.Call(),
 		asm.JNE.Imm(asm.R0, 0, "told"),
-		asm.StoreMem(asm.R9, evLen, asm.R6, asm.Word),
+		asm.StoreImm(asm.R9, evLen, 8, asm.Word),
+		asm.LoadMem(asm.R3, asm.R6, o.arg1, asm.DWord),
+		asm.Mov.Reg(asm.R1, asm.R9),
+		asm.Add.Imm(asm.R1, evHead),
+		asm.Mov.Imm(asm.R2, size),
+		asm.FnProbeReadUser.Call(),
+		asm.JNE.Imm(asm.R0, 0, "told"),
+		asm.StoreImm(asm.R9, evLen, size, asm.Word),
 		asm.Mov.Imm(asm.R0, 0).WithSymbol("told"),
 	}, submit(m), finish())
 }

@@ -21,17 +21,17 @@ type Process struct {
 
 // Read is a file that was opened for reading, once a step.
 type Read struct {
-	Path string // as the process sees it; "" where it is longer than 512 octets
+	Path string // from the root of the sandbox; "..." in front where that is too far
 	At   time.Duration
 	Pid  int64
 }
 
-// Connection is one that was asked for: whether it came about is not told.
+// Connection is one that was asked for.
 type Connection struct {
-	Kind string // tcp | udp | other
-	To   netip.AddrPort
-	At   time.Duration
-	Pid  int64
+	To    netip.AddrPort
+	Error int // of the call: an errno, 0, or EINPROGRESS where it did not wait
+	At    time.Duration
+	Pid   int64
 }
 
 // Ask is a question about a step that has just ended.

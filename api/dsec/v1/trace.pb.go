@@ -611,12 +611,12 @@ func (x *FileRead) GetPid() int64 {
 	return 0
 }
 
-// Connection is one that was asked for; whether it came about is not told.
+// Connection is one that was asked for. Of datagrams it is the other end that was fixed.
 type Connection struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`       // tcp | udp | other
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // with port
-	Pid           int64                  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
+	Address       string                 `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"` // with port
+	Pid           int64                  `protobuf:"varint,2,opt,name=pid,proto3" json:"pid,omitempty"`
+	Error         int32                  `protobuf:"varint,3,opt,name=error,proto3" json:"error,omitempty"` // errno of the call; 115 where it did not wait
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -651,13 +651,6 @@ func (*Connection) Descriptor() ([]byte, []int) {
 	return file_dsec_v1_trace_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *Connection) GetKind() string {
-	if x != nil {
-		return x.Kind
-	}
-	return ""
-}
-
 func (x *Connection) GetAddress() string {
 	if x != nil {
 		return x.Address
@@ -668,6 +661,13 @@ func (x *Connection) GetAddress() string {
 func (x *Connection) GetPid() int64 {
 	if x != nil {
 		return x.Pid
+	}
+	return 0
+}
+
+func (x *Connection) GetError() int32 {
+	if x != nil {
+		return x.Error
 	}
 	return 0
 }
@@ -1157,12 +1157,12 @@ const file_dsec_v1_trace_proto_rawDesc = "" +
 	"\bFileRead\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x19\n" +
 	"\bpath_raw\x18\x02 \x01(\fR\apathRaw\x12\x10\n" +
-	"\x03pid\x18\x03 \x01(\x03R\x03pid\"L\n" +
+	"\x03pid\x18\x03 \x01(\x03R\x03pid\"N\n" +
 	"\n" +
-	"Connection\x12\x12\n" +
-	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x10\n" +
-	"\x03pid\x18\x03 \x01(\x03R\x03pid\"S\n" +
+	"Connection\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x10\n" +
+	"\x03pid\x18\x02 \x01(\x03R\x03pid\x12\x14\n" +
+	"\x05error\x18\x03 \x01(\x05R\x05error\"S\n" +
 	"\bPressure\x12\x15\n" +
 	"\x06cpu_us\x18\x01 \x01(\x03R\x05cpuUs\x12\x1b\n" +
 	"\tmemory_us\x18\x02 \x01(\x03R\bmemoryUs\x12\x13\n" +
