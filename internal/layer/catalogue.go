@@ -109,6 +109,15 @@ func (c *Catalogue) build(ctx context.Context, project string, opt Options, fill
 
 // keep publishes what was built and holds it for the project; with none, nobody holds it yet.
 func (c *Catalogue) keep(ctx context.Context, project string, draft *formDraft, built *Built, form Form, opt Options) (Descriptor, error) {
+	d, added, err := c.keepOne(ctx, project, draft, built, form, opt)
+	if err != nil || !added {
+		return d, err
+	}
+	return c.settle(ctx, d, form)
+}
+
+// keepOne is keep; added says that the layer was there and has got another form.
+func (c *Catalogue) keepOne(ctx context.Context, project string, draft *formDraft, built *Built, form Form, opt Options) (_ Descriptor, added bool, err error) {
 	d := Descriptor{
 		ID: built.ID, Arch: built.Arch, Forms: []Form{form}, Parents: opt.Parents, Opaque: built.Opaque,
 		Created: c.now().UTC(), Source: opt.Source, Entries: built.Entries, Bytes: built.Bytes,
@@ -118,34 +127,35 @@ func (c *Catalogue) keep(ctx context.Context, project string, draft *formDraft, 
 	defer c.mu.Unlock()
 	if project != "" {
 		if err := c.hold(ctx, project, d.ID); err != nil {
-			return Descriptor{}, err
+			return Descriptor{}, false, err
 		}
 	}
 	old, err := c.Descriptor(ctx, d.ID)
 	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
-		return Descriptor{}, err
+		return Descriptor{}, false, err
 	}
 	if err == nil {
 		whole := c.wholeForms(ctx, old)
 		if len(whole) > 0 && (opt.Form == "" || whole[0].Kind == opt.Form) && len(opt.Hot) == 0 {
 			// The same tree is there already. Written again it is young, so that no Sweep takes it before somebody holds it.
-			old.Forms = whole
-			return old, c.describe(ctx, old)
+			d, err := c.touch(ctx, old, whole)
+			return d, false, err
 		}
 		d.Created, d.Source = old.Created, old.Source
 		d.Forms = inFront(form, whole, c.now())
+		added = true
 	}
 	if err := draft.publish(ctx); err != nil {
-		return Descriptor{}, fmt.Errorf("keep layer %s: %w", d.ID, err)
+		return Descriptor{}, false, fmt.Errorf("keep layer %s: %w", d.ID, err)
 	}
 	if err := c.describe(ctx, d); err != nil {
-		return Descriptor{}, err
+		return Descriptor{}, false, err
 	}
 	// Another process may have removed the last layer with these contents before it could see this one.
 	if err := c.whole(ctx, form); err != nil {
-		return Descriptor{}, fmt.Errorf("keep layer %s: %w; try again", d.ID, err)
+		return Descriptor{}, false, fmt.Errorf("keep layer %s: %w; try again", d.ID, err)
 	}
-	return d, c.dropBroken(ctx, old, d)
+	return d, added, c.dropBroken(ctx, old, d)
 }
 
 // dropBroken removes the images of forms that d has no more since they were found broken.

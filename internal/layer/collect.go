@@ -165,6 +165,18 @@ func (c *Catalogue) dropSuperseded(ctx context.Context, d Descriptor, before tim
 	if len(stay) == len(d.Forms) || len(stay) == 0 {
 		return d, nil
 	}
-	d.Forms = stay
-	return d, c.describe(ctx, d)
+	// As it is now: the list was made some time ago.
+	now, err := c.Descriptor(ctx, d.ID)
+	if errors.Is(err, sandbox.ErrNotFound) {
+		return d, nil
+	}
+	if err != nil {
+		return d, err
+	}
+	stay = slices.DeleteFunc(slices.Clone(now.Forms), func(f Form) bool { return f.Superseded != nil && f.Superseded.Before(before) })
+	if len(stay) == len(now.Forms) || len(stay) == 0 {
+		return now, nil
+	}
+	now.Forms = stay
+	return now, c.describe(ctx, now)
 }

@@ -161,7 +161,15 @@ func Copy(ctx context.Context, dst, src store.Store, ids []ID, progress func(sto
 		return nil, done, err
 	}
 	for _, d := range descriptors {
-		if err := to.describe(ctx, d); err != nil {
+		// The copy took long: another one may have brought the layer, or laid it out anew.
+		now, err := to.Descriptor(ctx, d.ID)
+		switch {
+		case err == nil && to.anyWhole(ctx, now):
+			_, err = to.touch(ctx, now, to.wholeForms(ctx, now))
+		case err == nil || errors.Is(err, sandbox.ErrNotFound):
+			err = to.describe(ctx, d)
+		}
+		if err != nil {
 			return nil, done, err
 		}
 	}

@@ -363,6 +363,15 @@ func (c *Catalogue) relayout(ctx context.Context, id ID, data string, hot func(r
 		return Descriptor{}, fmt.Errorf("what is stored is layer %s: %w", built.ID, sandbox.ErrLost)
 	}
 
+	d, err := c.putForm(ctx, id, draft, form)
+	if err != nil {
+		return Descriptor{}, err
+	}
+	return c.settle(ctx, d, form)
+}
+
+// putForm publishes a form and puts it in front of those that the layer has, unless it is there.
+func (c *Catalogue) putForm(ctx context.Context, id ID, draft *formDraft, form Form) (Descriptor, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	d, err := c.Descriptor(ctx, id)
@@ -373,6 +382,10 @@ func (c *Catalogue) relayout(ctx context.Context, id ID, data string, hot func(r
 		return d, nil
 	}
 	if err := draft.publish(ctx); err != nil {
+		return Descriptor{}, err
+	}
+	// That took long: what others did to the descriptor meanwhile is not lost.
+	if d, err = c.Descriptor(ctx, id); err != nil {
 		return Descriptor{}, err
 	}
 	d.Forms = inFront(form, d.Forms, c.now())
