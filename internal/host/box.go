@@ -108,14 +108,19 @@ func (b *box) ended() bool {
 }
 
 // append writes records of the sandbox on the host's context: what is to be recorded does not depend on a client's patience.
-// Outputs need not be in the store by themselves: the record of their command's end comes behind them, and with it they are; nor need
-// voids, without which a step counts as unknown. A store that does not answer holds an act up for shipWait, so that a sandbox can be
+// Outputs need be neither synced nor in the store by themselves: the record of their command's end comes behind them, and with it they are;
+// nor need voids, without which a step counts as unknown. A store that does not answer holds an act up for shipWait, so that a sandbox can be
 // stopped without it; the error is errUnshipped then, and the records are in the log.
 func (b *box) append(recs ...trajectory.Record) (first uint64, err error) {
 	d := b.spec.Durability
-	if d == sandbox.DurabilityStore {
+	if d == sandbox.DurabilityStore || recs[0].Kind == trajectory.KindOutput || recs[0].Kind == trajectory.KindVoid {
 		d = sandbox.DurabilityProcess
 	}
+	return b.appendAs(d, recs...)
+}
+
+// appendAs is append with another durability on this machine.
+func (b *box) appendAs(d sandbox.Durability, recs ...trajectory.Record) (first uint64, err error) {
 	for i := range recs {
 		recs[i].Epoch = b.epoch.Load()
 	}
@@ -141,6 +146,30 @@ func (b *box) ship() error {
 		return errors.Join(errUnshipped, err)
 	}
 	return err
+}
+
+// lateSync says whether the record of a command's start need not be on the disk before the command runs: with durability host, and without
+// a network, nothing of what it does outlives a crash of the machine. It must be there before anybody is told that it runs, or what came of
+// it; the record of its end, which comes behind it, sees to the latter.
+func (b *box) lateSync() bool {
+	return b.spec.Durability == sandbox.DurabilityHost && (b.spec.Network == sandbox.NetworkNone || b.spec.Network == "")
+}
+
+// firm puts the record of a command's start on the disk, unless it or that of its end is.
+func (b *box) firm(ctx context.Context, s *step) error {
+	b.mu.Lock()
+	loose := s.loose && !s.ended()
+	b.mu.Unlock()
+	if !loose {
+		return nil
+	}
+	if err := b.h.deps.Log.Sync(ctx); err != nil {
+		return fmt.Errorf("start %s: sync its record: %w", s.id, err)
+	}
+	b.mu.Lock()
+	s.loose = false
+	b.mu.Unlock()
+	return nil
 }
 
 func stateRecord(s sandbox.State, level sandbox.PauseLevel, c sandbox.Cause, handle []byte) trajectory.Record {

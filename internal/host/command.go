@@ -43,6 +43,7 @@ type step struct {
 	ending   bool   // its end, told, is being recorded
 	told     sandbox.Outcome
 	endNoted bool // its end is in the log, and not yet in the store
+	loose    bool // the record of its start may not be on the disk
 }
 
 // maxSteps bounds what one sandbox can make the host remember: 100 MiB or so.
@@ -296,7 +297,11 @@ func (b *box) launch(s *step, c *sandbox.Command, inst sandbox.Instance, rec tra
 	b.traceBegin(s)
 	s.started, s.session, s.terminal = time.Now(), c.Session, c.Terminal != nil
 	s.stdin, s.taken, s.stdinEOF = int64(len(c.Stdin)), int64(len(c.Stdin)), !c.StdinOpen
-	seq, err := b.append(rec)
+	d, late := b.spec.Durability, b.lateSync()
+	if late || d == sandbox.DurabilityStore {
+		d = sandbox.DurabilityProcess
+	}
+	seq, err := b.appendAs(d, rec)
 	if err != nil {
 		err = fmt.Errorf("start %s: record it: %w", s.id, err)
 		if errors.Is(err, errUnshipped) {
@@ -306,7 +311,7 @@ func (b *box) launch(s *step, c *sandbox.Command, inst sandbox.Instance, rec tra
 		return err
 	}
 	b.mu.Lock()
-	s.seq = seq
+	s.seq, s.loose = seq, late
 	b.order = append(b.order, s)
 	b.mu.Unlock()
 	ctx, cancel := b.h.bounded(actWait)

@@ -38,6 +38,9 @@ func (s commandService) Start(ctx context.Context, req *connect.Request[dsecv1.S
 	if err := b.waitCommand(ctx, st, wait); err != nil {
 		return nil, err
 	}
+	if err := b.firm(ctx, st); err != nil {
+		return nil, err
+	}
 	r := &dsecv1.StartResponse{Command: b.commandProto(st), Existed: existed}
 	r.Command.Argv, r.Command.ArgvRaw = rpc.TwinLists(c.Argv)
 	r.Command.Text, r.Command.TextRaw = rpc.Twin(c.Text)
@@ -92,6 +95,9 @@ func (s commandService) Wait(ctx context.Context, req *connect.Request[dsecv1.Wa
 	if err := b.waitCommand(ctx, st, wait); err != nil {
 		return nil, err
 	}
+	if err := b.firm(ctx, st); err != nil {
+		return nil, err
+	}
 	r := &dsecv1.WaitResponse{Command: b.commandProto(st)}
 	if r.Stdout, r.Stderr, err = b.head(ctx, st, m.GetOutputLimit()); err != nil {
 		return nil, err
@@ -106,6 +112,9 @@ func (s commandService) Attach(ctx context.Context, req *connect.Request[dsecv1.
 	m := req.Msg
 	b, st, err := s.command(ctx, m.GetSandbox(), m.GetId())
 	if err != nil {
+		return err
+	}
+	if err := b.firm(ctx, st); err != nil {
 		return err
 	}
 	return b.attach(ctx, st, m.GetStdoutOffset(), m.GetStderrOffset(), m.GetLate(), stream.Send)
@@ -239,6 +248,9 @@ func (s commandService) List(ctx context.Context, req *connect.Request[dsecv1.Li
 	b.mu.Unlock()
 	r := &dsecv1.ListCommandsResponse{}
 	for _, st := range page {
+		if err := b.firm(ctx, st); err != nil {
+			return nil, err
+		}
 		p := b.commandProto(st)
 		if rec, err := b.recordAt(ctx, st.seq); err == nil { // a lost record leaves the command without its words
 			if _, was, err := decode(rec.Payload); err == nil {
