@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -52,12 +54,25 @@ func (x *replayCmd) Run(ctx context.Context, c *cli) (err error) {
 			err = errors.Join(err, p.now.Close())
 		}
 	}()
-	if err := p.play(ctx); err != nil {
+	stop := p.follow(ctx)
+	err = p.play(ctx)
+	stop()
+	if err != nil {
 		return err
 	}
 	if c.Output != "json" {
 		fmt.Printf("%s: %d equal, %d equal after normalisers, %d different, %d not comparable (replayed in %s)\n", plural(p.total(), "step"),
 			p.counts[replay.Equal], p.counts[replay.EqualAfter], p.counts[replay.Different], p.counts[replay.NotComparable], p.now.ID)
+		switch {
+		case !p.hasPaths():
+			fmt.Println("changed paths were not compared: the sandbox was made without --trace")
+		default:
+			fmt.Printf("%s compared", plural(p.paths, "changed path"))
+			if len(p.volatile) > 0 {
+				fmt.Printf("; volatile, not compared: %s", plain(strings.Join(slices.Sorted(maps.Keys(p.volatile)), ", ")))
+			}
+			fmt.Println()
+		}
 	}
 	if p.counts[replay.Different] > 0 {
 		return exitCode(1)
@@ -107,6 +122,11 @@ type player struct {
 	signals  map[string]bool  // commands that were sent signals
 	open     map[string]*playing
 	counts   map[replay.Verdict]int
+
+	traces   map[string]*dsecv1.StepTrace // what recorded steps did
+	paths    int                          // that were compared
+	volatile map[string]bool              // that were met
+	seen     traces                       // what steps did now
 }
 
 // playing is a step that was started and whose recorded end has not been met.
@@ -129,14 +149,19 @@ func (p *player) total() (n int) {
 // lookAhead reads what must be known before the first step: how the sandbox was made, and which steps never ran.
 func (p *player) lookAhead(ctx context.Context) error {
 	p.signals, p.counts = map[string]bool{}, map[replay.Verdict]int{}
+	p.traces, p.volatile = map[string]*dsecv1.StepTrace{}, map[string]bool{}
+	var whole whole
 	var spec *dsecv1.Spec
 	last := map[string]int64{}
 	var restored restores
 	err := p.cl.Log(ctx, &dsecv1.ReadLogRequest{Sandbox: p.was.ID, FromSeq: 1}, func(r *dsecv1.LogRecord) error {
+		whole.add(r)
 		if restored.part(r) {
 			return nil
 		}
 		switch r.Kind {
+		case "trace":
+			p.learn(r)
 		case "create":
 			q := &dsecv1.HostCreateRequest{}
 			if err := fromJSON(r.RequestJson, q); err != nil {
@@ -160,6 +185,10 @@ func (p *player) lookAhead(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	for _, s := range whole.missing() {
+		p.counts[s.Verdict]++
+		p.report(s)
+	}
 	if spec == nil {
 		return errors.New("the record of its creation is lost")
 	}
@@ -169,6 +198,10 @@ func (p *player) lookAhead(ctx context.Context) error {
 	if r := spec.Resources; r != nil {
 		p.options.Memory, p.options.Disk, p.options.Pids, p.options.CPU, p.options.CPUWeight = r.Memory, r.Disk, r.Pids, float64(r.CpuMilli)/1000, r.CpuWeight
 	}
+	if p.hasPaths() {
+		p.options.Trace = "light"
+	}
+	p.options.Volatile = spec.VolatilePaths
 	for _, v := range spec.Env {
 		name := octetsOf(v.Name, v.NameRaw)
 		value, given := p.secrets[name]
@@ -229,7 +262,7 @@ func (p *player) play(ctx context.Context) error {
 		switch r.Kind {
 		case "state":
 			stopped = r.State != "running" && stopped || r.State == "stopping" || r.State == "stopped" || r.State == "failed"
-		case "create", "lifetime", "verdict", "denied", "session_opened", "resize", "signal", "void", "lost", "create_failed":
+		case "create", "trace", "lifetime", "verdict", "denied", "session_opened", "resize", "signal", "void", "lost", "create_failed":
 		case "output":
 			if o := p.open[r.Step]; o != nil && !r.Late {
 				o.take(r)
@@ -278,6 +311,10 @@ func (o *playing) take(r *dsecv1.LogRecord) {
 }
 
 func (p *player) tell(o *playing, r replay.Report) {
+	p.paths += r.Paths
+	for _, v := range r.Volatile {
+		p.volatile[v] = true
+	}
 	s := &stepReport{Step: o.start.Step, Seq: o.start.Seq, Kind: o.start.Kind, What: requestText(o.start.RequestJson), Report: r}
 	p.counts[r.Verdict]++
 	p.report(s)
@@ -428,7 +465,9 @@ func (p *player) end(ctx context.Context, r *dsecv1.LogRecord) error {
 		p.tell(o, replay.Report{Verdict: replay.NotComparable, Reason: o.skip})
 		return nil
 	}
+	p.addPaths(ctx, r.Step, &was, nil)
 	now := doneOf(res.Outcome, res.Stdout[:min(len(res.Stdout), replay.Most)], res.Stderr[:min(len(res.Stderr), replay.Most)])
+	p.addPaths(ctx, r.Step, nil, &now)
 	p.tell(o, p.compare.Compare(was, now))
 	return nil
 }
@@ -463,6 +502,7 @@ func (p *player) again(ctx context.Context, o *playing, r *dsecv1.LogRecord) err
 		}
 		now.Code, now.Error = 1, err.Error()
 	}
+	p.addPaths(ctx, r.Step, &was, &now)
 	p.tell(o, p.compare.Compare(was, now))
 	return nil
 }

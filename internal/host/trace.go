@@ -20,29 +20,31 @@ type tracer interface {
 
 const (
 	// traceWait bounds how long a step waits for the look at what the one before it did. A look at a small upper takes less than a
-	// millisecond, mostly while the client makes up its mind.
-	traceWait = 50 * time.Millisecond
+	// millisecond, mostly while the client makes up its mind; the bound is for a host that is short of CPU.
+	traceWait = 200 * time.Millisecond
 	// traceTime bounds one look, and twice that the wait for the last ones at a sandbox's end.
 	traceTime = 3 * time.Second
 	maxTraces = 1024 // steps that wait to be looked at
 	// Where comparing files takes longer than slowLook, it is put off until slowShare times as long has passed since the last time: so it
 	// takes a twentieth of the time at most, whatever a sandbox does.
 	slowLook  = 20 * time.Millisecond
+	fewNames  = 2000 // for which it is not put off: there it is the machine that is slow
 	slowShare = 20
 )
 
 // tracing is what is under way of a sandbox's traces. Fields are under the box's lock.
 type tracing struct {
-	live    map[*step]bool // steps that run; true: others ran at the same time
-	starts  int            // steps that were begun
-	queue   []ended
-	busy    bool // somebody works at the queue
-	putOff  int64
-	lastOff string // the last step whose files were put off
-	took    time.Duration
-	looked  time.Time // when files were compared last
-	closing bool
-	left    int64 // steps that found no room
+	live     map[*step]bool // steps that run; true: others ran at the same time
+	starts   int            // steps that were begun
+	queue    []ended
+	busy     bool // somebody works at the queue
+	putOff   int64
+	lastOff  string // the last step whose files were put off
+	took     time.Duration
+	looked   time.Time // when files were compared last
+	closing  bool
+	previous string // step that was told last
+	left     int64  // steps that found no room
 }
 
 // ended is a step that waits to be looked at.
@@ -170,12 +172,18 @@ func (b *box) lookAt(inst sandbox.Instance, e ended, files bool) {
 	case a.Files != nil:
 		p.SinceStep, t.putOff, t.lastOff = t.putOff, 0, ""
 		t.took, t.looked = a.Files.Took, time.Now()
+		if a.Files.Visited < fewNames {
+			t.took = 0
+		}
 	}
 	b.mu.Unlock()
 	b.recordTrace(e.step, p)
 }
 
 func (b *box) recordTrace(step string, p *dsecv1.StepTrace) {
+	b.mu.Lock()
+	p.Previous, b.tracing.previous = b.tracing.previous, p.Step
+	b.mu.Unlock()
 	if _, err := b.append(trajectory.Record{Kind: trajectory.KindEvent, Step: step, Payload: encode(tagTrace, p)}); err != nil && b.h.life.Err() == nil {
 		b.h.log.Warn("record what a step did", "sandbox", b.id, "step", step, "err", err)
 	}

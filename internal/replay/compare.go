@@ -2,6 +2,7 @@ package replay
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"slices"
 	"sort"
@@ -19,9 +20,12 @@ type Done struct {
 	Error  string
 	Stdout Stream
 	Stderr Stream
-	// Paths are what the step changed; known says that this side can tell.
+	// Paths are what the step changed; known says that this side can tell, else Blind says why not.
 	Paths      []Path
 	PathsKnown bool
+	Blind      string
+	// Volatile are declared paths in which something moved: listed, not compared.
+	Volatile []string
 }
 
 // Stream is what a step wrote to one stream.
@@ -59,6 +63,9 @@ type Report struct {
 	Normalisers []string `json:"normalisers,omitempty"` // whose tokens differed
 	Reason      string   `json:"reason,omitempty"`      // what differs, or why it can't be compared
 	Diff        string   `json:"diff,omitempty"`        // readable; "-" was recorded, "+" is now
+	Volatile    []string `json:"volatile,omitempty"`    // declared paths that changed on either side, which are not compared
+	Paths       int      `json:"paths,omitempty"`       // changed paths that were compared
+	PathsBlind  string   `json:"paths_blind,omitempty"` // why changed paths were not compared, where one side has them
 }
 
 func (r Report) String() string {
@@ -68,6 +75,12 @@ func (r Report) String() string {
 	}
 	if r.Reason != "" {
 		s += ": " + r.Reason
+	}
+	if r.PathsBlind != "" {
+		s += " (changed paths not compared: " + r.PathsBlind + ")"
+	}
+	if len(r.Volatile) > 0 {
+		s += " (volatile: " + strings.Join(r.Volatile, ", ") + ")"
 	}
 	return s
 }
@@ -82,6 +95,18 @@ var uncertain = map[string]string{
 
 // Compare says whether a step came to the same again.
 func (c *Comparer) Compare(was, now Done) Report {
+	r := c.compare(was, now)
+	r.Volatile = slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(was.Volatile), now.Volatile...))))
+	switch {
+	case was.PathsKnown && now.PathsKnown:
+		r.Paths = len(was.Paths)
+	case was.PathsKnown || was.Blind != "":
+		r.PathsBlind = cmp.Or(was.Blind, now.Blind, "the other side does not tell")
+	}
+	return r
+}
+
+func (c *Comparer) compare(was, now Done) Report {
 	if why := uncertain[was.Kind]; why != "" {
 		return Report{Verdict: NotComparable, Reason: why}
 	}

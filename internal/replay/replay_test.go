@@ -44,8 +44,13 @@ func TestCompare(t *testing.T) {
 		"cut, other hash":  {cut("abc", 1000), cut("abd", 1000), Report{Verdict: Different, Reason: "stdout: 1000 octets with another hash", Diff: "@@ stdout line 1 @@\n- abc\\ no newline\n+ abd\\ no newline\n"}},
 		"paths": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Type: "file", Mode: 0o644, Size: 1, SHA256: "x"}}},
 			Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Type: "file", Mode: 0o644, Size: 1, SHA256: "y"}}},
-			Report{Verdict: Different, Reason: "changed paths differ", Diff: "- /a file 0644 1 octets sha256:x\n+ /a file 0644 1 octets sha256:y\n"}},
-		"paths of one side": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a"}}}, Done{Kind: "exited"}, Report{Verdict: Equal}},
+			Report{Verdict: Different, Paths: 1, Reason: "changed paths differ", Diff: "- /a file 0644 1 octets sha256:x\n+ /a file 0644 1 octets sha256:y\n"}},
+		"paths of one side":        {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a"}}}, Done{Kind: "exited", Blind: "too many"}, Report{Verdict: Equal, PathsBlind: "too many"}},
+		"paths that can't be told": {Done{Kind: "exited", Blind: "another step ran"}, Done{Kind: "exited", PathsKnown: true}, Report{Verdict: Equal, PathsBlind: "another step ran"}},
+		"the same paths": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}, Volatile: []string{"/c"}},
+			Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}, Volatile: []string{"/b", "/c"}}, Report{Verdict: Equal, Paths: 1, Volatile: []string{"/b", "/c"}}},
+		"a path that was not changed": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}}, Done{Kind: "exited", PathsKnown: true},
+			Report{Verdict: Different, Paths: 1, Reason: "changed paths differ", Diff: "- /a removed\n"}},
 	} {
 		if d := cmp.Diff(c.want, New().Compare(c.was, c.now)); d != "" {
 			t.Errorf("%s: %s", name, d)
