@@ -3,10 +3,12 @@ package main
 import (
 	"fmt"
 	"log/slog"
+	"net/http"
 	"path/filepath"
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/dsec-dev/dsec/internal/compat/sandboxfusion"
 	"github.com/dsec-dev/dsec/internal/fncall"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -53,4 +55,9 @@ func (m *machine) openCalls(p *places, reg *prometheus.Registry, logger *slog.Lo
 	}
 	m.host.UseCalls(e)
 	return nil
+}
+
+// sandboxFusion lets trainers that were written for SandboxFusion make function calls.
+func sandboxFusion(mux *http.ServeMux, gateway http.Handler) {
+	sandboxfusion.New(sandboxfusion.Over(gateway)).Register(mux)
 }

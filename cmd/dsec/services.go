@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -408,8 +409,8 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if err != nil {
 		return nil, err
 	}
-	e.gateway, err = gateway.New(gc,
-		gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Languages: langs, Log: logger, Registry: reg})
+	e.gateway, err = gateway.New(gc, gateway.Deps{Fleet: e.monitor, Keys: keys, Layers: e.layers, Images: e.images, Languages: langs, Log: logger, Registry: reg,
+		Facades: []func(*http.ServeMux, http.Handler){sandboxFusion}})
 	if err != nil {
 		return nil, err
 	}

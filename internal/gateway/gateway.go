@@ -64,6 +64,8 @@ type Deps struct {
 	Languages fncall.Languages
 	Log       *slog.Logger
 	Registry  *prometheus.Registry // nil: no metrics
+	// Facades add routes that speak other systems' protocols. Each gets the gateway's own handler, which it calls as a client would.
+	Facades []func(mux *http.ServeMux, gateway http.Handler)
 }
 
 // Gateway serves the public API.
@@ -161,10 +163,18 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		rpc.WriteError(w, fmt.Errorf("%s %.200q: nothing is here; see docs/http.md: %w", r.Method, r.URL.Path, sandbox.ErrNotFound))
 	})
 	plain := g.edge.Wrap(g.watch.wrap(mux))
+	facades := http.NewServeMux()
+	for _, add := range d.Facades {
+		add(facades, plain)
+	}
 	g.handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Ports come first and not through the mux, which answers odd paths with a redirect: paths there are the application's.
 		if t, ok := g.ports.target(r); ok {
 			g.ports.serve(w, r, t)
+			return
+		}
+		if to, pattern := facades.Handler(r); pattern != "" {
+			to.ServeHTTP(w, r)
 			return
 		}
 		plain.ServeHTTP(w, r)
