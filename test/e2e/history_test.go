@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -17,12 +18,17 @@ import (
 	"github.com/dsec-dev/dsec/test/history"
 )
 
-// How many processes are killed, in each of two forms.
-func historyKills() int {
-	if torture {
-		return 500
+// historyKills is how many processes are killed in each of two forms; with DSEC_TORTURE it goes on for DSEC_TORTURE_FOR besides.
+const historyKills = 50
+
+func tortureFor() time.Duration {
+	if !torture {
+		return 0
 	}
-	return 50
+	if d, err := time.ParseDuration(os.Getenv("DSEC_TORTURE_FOR")); err == nil {
+		return d
+	}
+	return 10 * time.Minute
 }
 
 // TestHistories kills a process of a service under a mixed load of commands, sessions and files, a hundred times: the whole service, a
@@ -54,7 +60,8 @@ func historyRuns(t *testing.T, s *service, victims []victim, offset uint64) {
 	layer := s.small(t)
 	killed := map[string]int{}
 	calls, answered := 0, 0
-	for i := 0; i < historyKills() && !t.Failed(); i++ {
+	until := time.Now().Add(tortureFor())
+	for i := 0; (i < historyKills || time.Now().Before(until)) && !t.Failed(); i++ {
 		r := &historyRun{t: t, s: s, layer: layer, name: fmt.Sprintf("h%d-%d", offset, i), rec: history.NewRecorder(seed), rng: rand.New(rand.NewPCG(rng.Uint64(), offset))}
 		killed[r.run(pick(r.rng, victims))]++
 		h := r.conclude()
@@ -74,7 +81,7 @@ func historyRuns(t *testing.T, s *service, victims []victim, offset uint64) {
 		}
 	}
 	t.Logf("killed %v; %d calls, %d answered", killed, calls, answered)
-	if answered < historyKills()*5 {
+	if answered < historyKills*5 {
 		t.Errorf("only %d answers: the load was no load", answered)
 	}
 }
