@@ -38,6 +38,19 @@ func RuntimeOf(backend string) string {
 // RuntimeFeature is the feature of the backend container that says what a host knows of a runtime: its version, or why it has it not.
 func RuntimeFeature(runtime string) string { return "runtime_" + runtime }
 
+// Features by which a backend says that it does something otherwise than a container of dsec's own; the text is for people. What each
+// means is held by the conformance suite.
+const (
+	// FeatureMemoryEnds: a program over the memory limit ends the whole sandbox, limit(memory).
+	FeatureMemoryEnds = "memory_ends_sandbox"
+	// FeatureOwnKernel: the kernel inside is not the host's. It tells of itself what it likes, and shows less of a process.
+	FeatureOwnKernel = "own_kernel"
+	// FeatureDiskLate: a sync inside does not reach the host's disk, so use is told when the host writes by itself, after a minute or so.
+	FeatureDiskLate = "disk_use"
+	// FeatureNoSpecial: FIFOs and sockets are not in a snapshot.
+	FeatureNoSpecial = "snapshot_special"
+)
+
 // NoBackend says why a host has no backend of a name, from what its Capabilities tell; never empty.
 func NoBackend(backend string, all []Capabilities) string {
 	if r := RuntimeOf(backend); r != "" {

@@ -39,14 +39,12 @@ func New(driver *container.Backend, r Runtime) (*Backend, error) {
 	return &Backend{driver: driver, runtime: r}, nil
 }
 
-// Features of Capabilities that say what gVisor does otherwise. The conformance suite holds each to what it says.
+// Features of Capabilities that say what else gVisor does otherwise.
 const (
-	MemoryEndsSandbox = "memory_limit" // a program over the memory limit ends the sandbox
-	NoStepMemory      = "step_memory"  // no memory figure for a step
-	NoStepPids        = "step_pids"    // a step that met the process limit is not marked
-	NoPressure        = "pressure"     // no pressure files inside
-	NoSaved           = "pause_saved"  // no pause level saved
-	OwnKernel         = "kernel"       // which kernel answers inside
+	NoStepMemory = "step_memory"  // no memory figure for a step
+	NoStepPids   = "session_pids" // a session's command that met the process limit is not marked
+	NoPressure   = "pressure"     // no pressure files inside
+	NoSaved      = "pause_saved"  // no pause level saved
 )
 
 // Capabilities of the runtime: the driver's, and what is otherwise.
@@ -59,13 +57,15 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 		c.Isolation = "high"
 		c.Networks = slices.DeleteFunc(slices.Clone(c.Networks), func(n string) bool { return n != string(sandbox.NetworkNone) })
 		maps.Copy(c.Features, map[string]string{
-			OwnKernel:         "gVisor's: `dmesg` and /proc/version tell",
-			MemoryEndsSandbox: "a program over the limit ends the whole sandbox, limit(memory); gVisor itself may use 64 MiB beyond it",
-			NoStepMemory:      "no: pages of all programs belong to gVisor's one file",
-			NoStepPids:        "no: a refused fork is an error in the program alone",
-			NoPressure:        "no: gVisor has none",
-			NoSaved:           "no: gVisor can't save a program whose streams are pipes of the host's",
-			"denied":          "no: calls are gVisor's own, there is no filter to report from",
+			sandbox.FeatureOwnKernel:  "gVisor's: dmesg and /proc/version tell",
+			sandbox.FeatureMemoryEnds: "a program over the limit ends the whole sandbox, limit(memory); gVisor itself may use 64 MiB beyond it",
+			sandbox.FeatureDiskLate:   "late: a sync inside does not reach the pool, so use is told after a minute or so",
+			sandbox.FeatureNoSpecial:  "FIFOs and sockets live in gVisor's memory and are not in a snapshot",
+			NoStepMemory:              "no: pages of all programs belong to gVisor's one file",
+			NoStepPids:                "no: in a session a refused fork is an error in the program alone",
+			NoPressure:                "no: gVisor has none",
+			NoSaved:                   "no: gVisor can't save a program whose streams are pipes of the host's",
+			"denied":                  "no: calls are gVisor's own, there is no filter to report from",
 		})
 	}
 	return c

@@ -14,6 +14,19 @@ func eat(mib int) []string {
 	return []string{"/bin/dd", "if=/dev/zero", "of=/dev/null", fmt.Sprintf("bs=%dM", mib), "count=1"}
 }
 
+// endsByMemory runs a command over the memory limit in a sandbox that ends of it: both say so.
+func (b *box) endsByMemory(t *testing.T, c sandbox.Command) {
+	t.Helper()
+	r := b.run(t, c)
+	if r.Kind != sandbox.Killed && r.Kind != sandbox.OutOfMemory || !r.MemoryHit {
+		t.Errorf("a program over the limit: %s; want it killed, with the memory hit marked", describe(r.Outcome))
+	}
+	cause, ok := b.rec.waitCause(Patience)
+	if !ok || cause.Class != sandbox.ClassLimit || cause.Reason != "memory" {
+		t.Errorf("the sandbox ended by %+v (%v); want limit(memory)", cause, ok)
+	}
+}
+
 func testOutcomes(t *testing.T, e *Env) {
 	t.Run("exit codes are exact", func(t *testing.T) {
 		b := e.box(t)
@@ -86,11 +99,21 @@ func testOutcomes(t *testing.T, e *Env) {
 	})
 	t.Run("B10: out of memory is told as such and nothing else is", func(t *testing.T) {
 		b := e.box(t, func(s *sandbox.Spec) { s.Resources.Memory = 128 << 20 })
-		r := b.run(t, sandbox.Command{Argv: eat(400)})
+		if e.does(sandbox.FeatureMemoryEnds) {
+			b.endsByMemory(t, sandbox.Command{Argv: eat(400)})
+			b = e.box(t)
+		}
+		r := result{Outcome: sandbox.Outcome{Kind: sandbox.OutOfMemory, Signal: 9, MemoryHit: true}}
+		if !e.does(sandbox.FeatureMemoryEnds) {
+			r = b.run(t, sandbox.Command{Argv: eat(400)})
+		}
 		if r.Kind != sandbox.OutOfMemory || r.Signal != 9 || !r.MemoryHit {
 			t.Errorf("a program over the limit: %s; want out_of_memory, signal 9", describe(r.Outcome))
 		}
 		for code, end := range map[int]string{0: "exit 0", 1: "exit 1"} {
+			if e.does(sandbox.FeatureMemoryEnds) {
+				break // nobody outlives it
+			}
 			r := b.run(t, sh(strings.Join(eat(400), " ")+" 2>/dev/null; "+end))
 			if r.Kind != sandbox.Exited || r.Code != code || !r.MemoryHit {
 				t.Errorf("a parent that ignores its killed child and does %q: %s; want exited %d with the memory hit marked", end, describe(r.Outcome), code)

@@ -84,6 +84,9 @@ func (e *Env) times(n int) int {
 	return n
 }
 
+// does reports whether the backend says that it does something otherwise.
+func (e *Env) does(feature string) bool { return e.Backend.Capabilities().Features[feature] != "" }
+
 // Part is a part of the suite.
 type Part struct {
 	Name string
