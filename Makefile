@@ -53,6 +53,9 @@ runsc:
 
 demo: deps build
 	examples/swe/run.sh
+.PHONY: demo-replay
+demo-replay: deps build
+	examples/swe/run.sh -replay
 
 # A trainer and the host under it are killed at random moments: examples/preempt/README.md.
 .PHONY: preempt

@@ -194,12 +194,13 @@ func rollout(ctx context.Context, c *client.Client, job string, t *task, r *resu
 	defer func() { r.wall = time.Since(start) }()
 	key := fmt.Sprintf("%s/%s/%d", t.name, r.agent, r.round)
 	r.trajectory, r.class = job+" "+key, "none"
-	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key, Labels: map[string]string{"task": t.name, "agent": r.agent}})
+	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key, Labels: map[string]string{"task": t.name, "agent": r.agent}, Trace: "light"})
 	if err != nil {
 		r.err, r.class = err, "platform"
 		return
 	}
 	defer sb.Close()
+	r.sandboxes = append(r.sandboxes, sb.ID)
 	if r.err = work(ctx, t, sb, r); r.err != nil {
 		r.class = class(ctx, sb)
 		return
@@ -240,11 +241,12 @@ func (t *task) grade(ctx context.Context, c *client.Client, job, key string, age
 	if err != nil {
 		return 0, err
 	}
-	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key + "/grade"})
+	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key + "/grade", Trace: "light"})
 	if err != nil {
 		return 0, err
 	}
 	defer sb.Close()
+	r.sandboxes = append(r.sandboxes, sb.ID)
 	passed, err := t.test(ctx, sb, code)
 	if err != nil {
 		return 0, err

@@ -21,19 +21,21 @@ import (
 func main() {
 	var only string
 	var rounds, parallel int
+	var again bool
 	flag.StringVar(&only, "task", "", "only this task")
 	flag.IntVar(&rounds, "rounds", 2, "how often each agent works on each task")
 	flag.IntVar(&parallel, "parallel", 3, "rollouts at once")
+	flag.BoolVar(&again, "replay", false, "do every recorded step again afterwards, in fresh sandboxes, and compare")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, only, rounds, parallel); err != nil {
+	if err := run(ctx, only, rounds, parallel, again); err != nil {
 		fmt.Fprintln(os.Stderr, "swe:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, only string, rounds, parallel int) error {
+func run(ctx context.Context, only string, rounds, parallel int, again bool) error {
 	c, err := client.Connect(ctx, client.Config{Timeout: 10 * time.Minute})
 	if err != nil {
 		return err
@@ -62,7 +64,10 @@ func run(ctx context.Context, only string, rounds, parallel int) error {
 	results := rollouts(ctx, c, job.Name, ready, rounds, parallel)
 	print(results)
 	fmt.Printf("%d rollouts in %.0f s with preparation\n", len(results), time.Since(start).Seconds())
-	return verdict(results)
+	if err := verdict(results); err != nil || !again {
+		return err
+	}
+	return replayAll(ctx, results)
 }
 
 // result is one rollout: what an agent did on a task and what it earned.
@@ -75,6 +80,7 @@ type result struct {
 	peak        int64
 	class       string
 	trajectory  string
+	sandboxes   []string // the agent's and the grader's
 	err         error
 }
 

@@ -171,7 +171,7 @@ func (t *task) environment(ctx context.Context, c *client.Client) error {
 	if err != nil {
 		return err
 	}
-	e := &dsecv1.Environment{Name: "swe-" + t.name, Base: baseLayer, Workspace: src, Kits: []string{goLayer, snap}, Cwd: repo}
+	e := &dsecv1.Environment{Name: "swe-" + t.name, Base: baseLayer, Workspace: src, Kits: []string{goLayer, snap}, Cwd: repo, VolatilePaths: []string{goEnv["GOCACHE"]}}
 	for k, v := range goEnv {
 		e.Env = append(e.Env, &dsecv1.EnvVar{Name: k, Value: v})
 	}

@@ -132,7 +132,9 @@ func (c *Comparer) compare(was, now Done) Report {
 		used = append(used, r.Normalisers...)
 	}
 	if was.PathsKnown && now.PathsKnown {
-		if d := diffPaths(was.Paths, now.Paths); d != "" {
+		d, names := c.diffPaths(was.Paths, now.Paths)
+		used = append(used, names...)
+		if d != "" {
 			reasons, diffs = append(reasons, "changed paths differ"), append(diffs, d)
 		}
 	}
@@ -194,27 +196,60 @@ func (c *Comparer) stream(name string, was, now Stream) Report {
 	return Report{Verdict: Different, Reason: fmt.Sprintf("%s differs", name), Diff: c.diff(name, was.Data, now.Data)}
 }
 
-func diffPaths(was, now []Path) string {
+// diffPaths shows how changed paths differ. Those without a counterpart of the same name may have one whose name is the same after
+// normalisers: used are these.
+func (c *Comparer) diffPaths(was, now []Path) (diff string, used []string) {
 	old := map[string]Path{}
 	for _, p := range was {
 		old[p.Name] = p
 	}
 	var out []string
+	var extra []Path
 	for _, p := range now {
 		o, ok := old[p.Name]
 		delete(old, p.Name)
 		switch {
 		case !ok:
-			out = append(out, fmt.Sprintf("+ %s\n", p))
+			extra = append(extra, p)
 		case o != p:
 			out = append(out, fmt.Sprintf("- %s\n+ %s\n", o, p))
 		}
 	}
+	renamed := map[Path][]Path{} // by what they are after normalisers
 	for _, p := range old {
-		out = append(out, fmt.Sprintf("- %s\n", p))
+		n, _ := c.normalName(p)
+		renamed[n] = append(renamed[n], p)
+	}
+	for _, p := range extra {
+		n, names := c.normalName(p)
+		if same := renamed[n]; len(same) > 0 && len(names) > 0 {
+			renamed[n] = same[1:]
+			used = append(used, names...)
+			continue
+		}
+		out = append(out, fmt.Sprintf("+ %s\n", p))
+	}
+	for _, left := range renamed {
+		for _, p := range left {
+			out = append(out, fmt.Sprintf("- %s\n", p))
+		}
 	}
 	sort.Strings(out)
-	return strings.Join(out, "")
+	return strings.Join(out, ""), used
+}
+
+// normalName is a path with its name normalised, and the normalisers that did it.
+func (c *Comparer) normalName(p Path) (Path, []string) {
+	name, tokens := c.normalise([]byte(p.Name))
+	if len(tokens) == 0 {
+		return p, nil
+	}
+	p.Name = string(name)
+	names := make([]string, len(tokens))
+	for i, t := range tokens {
+		names[i] = t.name
+	}
+	return p, names
 }
 
 func (p Path) String() string {

@@ -39,6 +39,7 @@ var normalisers = []normaliser{
 		`\b(?:\d{1,6}h)?\d{1,6}m\d{1,6}(?:\.\d{1,9})?s\b`,
 		`\b\d{1,12}(?:\.\d{1,9})? ?(?:ns|us|ms|s|secs?|seconds?|minutes?|hours?)\b`,
 		`\b\d{1,12}(?:\.\d{1,9})? ?µs`,
+		`"Elapsed":\d{1,9}(?:\.\d{1,9})?\b`, // of go test -json
 	}, "|")},
 }
 

@@ -49,6 +49,10 @@ func TestCompare(t *testing.T) {
 		"paths that can't be told": {Done{Kind: "exited", Blind: "another step ran"}, Done{Kind: "exited", PathsKnown: true}, Report{Verdict: Equal, PathsBlind: "another step ran"}},
 		"the same paths": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}, Volatile: []string{"/c"}},
 			Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}, Volatile: []string{"/b", "/c"}}, Report{Verdict: Equal, Paths: 1, Volatile: []string{"/b", "/c"}}},
+		"a temporary path": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/tmp/tmp.AbCdEfGhIj", Type: "file"}}}, Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/tmp/tmp.0123456789", Type: "file"}}},
+			Report{Verdict: EqualAfter, Paths: 1, Normalisers: []string{"temporary name"}}},
+		"a temporary path with something else in it": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/tmp/tmp.AbCdEfGhIj", Type: "file"}}}, Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/tmp/tmp.0123456789", Type: "dir"}}},
+			Report{Verdict: Different, Paths: 1, Reason: "changed paths differ", Diff: "+ /tmp/tmp.0123456789 dir 0000 0 octets\n- /tmp/tmp.AbCdEfGhIj file 0000 0 octets\n"}},
 		"a path that was not changed": {Done{Kind: "exited", PathsKnown: true, Paths: []Path{{Name: "/a", Gone: true}}}, Done{Kind: "exited", PathsKnown: true},
 			Report{Verdict: Different, Paths: 1, Reason: "changed paths differ", Diff: "- /a removed\n"}},
 	} {
@@ -76,6 +80,7 @@ func TestNormalise(t *testing.T) {
 		"sshd[1234]: hello":                                    "<pid>hello",
 		"pid 77, pid=78 PID: 79":                               "<pid>, <pid> <pid>",
 		"list[0] = a[12], process 3 of 7":                      "list[0] = a[12], process 3 of 7",
+		`{"Action":"pass","Elapsed":0.25}`:                     `{"Action":"pass",<duration>}`,
 		"real\t0m1.234s":                                       "real\t<duration>",
 		"1h2m3.5s 12ms 3 seconds 0.01s 5µs":                    "<duration> <duration> <duration> <duration> <duration>",
 		"== 3 passed in 0.12s ==":                              "== 3 passed in <duration> ==",
