@@ -12,8 +12,8 @@ import (
 	"github.com/dsec-dev/dsec/internal/store"
 )
 
-// holders lists the layers that any project holds, or a name in the store itself.
-func (c *Catalogue) holders(ctx context.Context) (map[ID]bool, error) {
+// holders lists the layers that any project holds, or a name in the store itself. With tidy, claims that nobody took are removed.
+func (c *Catalogue) holders(ctx context.Context, tidy bool) (map[ID]bool, error) {
 	list, err := c.facts.List(ctx, "held:", "", 0)
 	if err != nil {
 		return nil, err
@@ -22,12 +22,12 @@ func (c *Catalogue) holders(ctx context.Context) (map[ID]bool, error) {
 	for _, f := range list {
 		out[ID(idPrefix+f.Key[strings.LastIndexByte(f.Key, ':')+1:])] = true
 	}
-	return out, c.pushed(ctx, func(id ID) { out[id] = true })
+	return out, c.pushed(ctx, tidy, func(id ID) { out[id] = true })
 }
 
 // collect removes the layer's data when nothing holds it any more. The caller has mu.
 func (c *Catalogue) collect(ctx context.Context, id ID) error {
-	held, err := c.holders(ctx)
+	held, err := c.holders(ctx, true)
 	if err != nil || held[id] {
 		return err
 	}
@@ -64,19 +64,48 @@ func (c *Catalogue) erase(ctx context.Context, id ID) (Descriptor, error) {
 // snapshots that nobody took. What hosts may have mounted from a far store stays for four times the age after its removal, and as long as
 // a host's lease names it. It returns how many objects went. The age must be longer than any import takes.
 func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
+	g, err := c.sweep(ctx, age, false)
+	return len(g.Layers) + g.Objects, err
+}
+
+// Garbage is what a Sweep removes.
+type Garbage struct {
+	Layers []Unused `json:"layers"` // nobody holds them
+	// Objects that no layer needs, and their octets; stored ones, before what a bucket shares.
+	Objects int   `json:"objects"`
+	Octets  int64 `json:"octets"`
+	// Forms that were replaced, in layers that stay; a later Sweep takes their objects.
+	Forms int `json:"forms"`
+}
+
+// Unused is a layer that nobody holds.
+type Unused struct {
+	ID       ID        `json:"id"`
+	Source   string    `json:"source"`
+	Created  time.Time `json:"created"`
+	Octets   int64     `json:"octets"`             // of its objects
+	Deferred bool      `json:"deferred,omitempty"` // the objects stay for the grace of readers, or since a host's lease names the layer
+}
+
+// Unused tells what a Sweep with that age would remove now. It changes nothing.
+func (c *Catalogue) Unused(ctx context.Context, age time.Duration) (Garbage, error) {
+	return c.sweep(ctx, age, true)
+}
+
+func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g Garbage, err error) {
 	if c.facts == nil {
-		return 0, fmt.Errorf("sweep layers: needs the facts: %w", sandbox.ErrUnsupported)
+		return g, fmt.Errorf("sweep layers: needs the facts: %w", sandbox.ErrUnsupported)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	keep, err := c.holders(ctx)
+	keep, err := c.holders(ctx, !dry)
 	if err != nil {
-		return 0, fmt.Errorf("sweep layers: %w", err)
+		return g, fmt.Errorf("sweep layers: %w", err)
 	}
 	// Before anything is looked at: a host that takes a layer up later does so while its grace runs.
-	leased, err := c.leased(ctx)
+	leased, err := c.leased(ctx, !dry)
 	if err != nil {
-		return 0, fmt.Errorf("sweep layers: %w", err)
+		return g, fmt.Errorf("sweep layers: %w", err)
 	}
 	var parents []ID
 	found := map[ID]Descriptor{}
@@ -103,7 +132,7 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 		return true
 	})
 	if err := errors.Join(err, failed); err != nil {
-		return 0, fmt.Errorf("sweep layers: %w", err)
+		return g, fmt.Errorf("sweep layers: %w", err)
 	}
 	for len(parents) > 0 { // a parent may be a snapshot itself
 		p := parents[len(parents)-1]
@@ -113,7 +142,6 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 			parents = append(parents, found[p].Parents...)
 		}
 	}
-	n := 0
 	blobs := map[string]bool{}
 	use := func(d Descriptor) {
 		for _, f := range d.Forms {
@@ -124,45 +152,60 @@ func (c *Catalogue) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	}
 	for id, d := range found {
 		if old[id] {
-			if _, err := c.erase(ctx, id); err != nil {
-				return n, fmt.Errorf("sweep layers: %w", err)
+			g.Layers = append(g.Layers, unused(d, !c.local(d)))
+			if dry && !c.local(d) {
+				use(d) // a removed layer's objects stay a while
 			}
-			n++
+			if dry {
+				continue
+			}
+			if _, err := c.erase(ctx, id); err != nil {
+				return g, fmt.Errorf("sweep layers: %w", err)
+			}
 			continue
 		}
 		if !leased[id] { // a replaced form may be the one that is mounted
-			if d, err = c.dropSuperseded(ctx, d, c.now().Add(-graceFactor*age)); err != nil {
-				return n, fmt.Errorf("sweep layers: %w", err)
+			over := c.now().Add(-graceFactor * age)
+			before := len(d.Forms)
+			if dry {
+				d.Forms = notOver(d.Forms, over)
+			} else if d, err = c.dropSuperseded(ctx, d, over); err != nil {
+				return g, fmt.Errorf("sweep layers: %w", err)
 			}
+			g.Forms += before - len(d.Forms)
 		}
 		use(d)
 	}
-	if err := c.buried(ctx, c.now().Add(-graceFactor*age), leased, use); err != nil {
-		return n, fmt.Errorf("sweep layers: %w", err)
+	if err := c.buried(ctx, c.now().Add(-graceFactor*age), leased, !dry, use); err != nil {
+		return g, fmt.Errorf("sweep layers: %w", err)
 	}
 	var lost []string
 	if err := c.store.List(ctx, "blobs/", func(i store.Info) bool {
 		if !blobs[i.Key] && i.Modified.Before(before) {
 			lost = append(lost, i.Key)
+			g.Octets += i.Size
 		}
 		return true
 	}); err != nil {
-		return n, fmt.Errorf("sweep layers: %w", err)
+		return g, fmt.Errorf("sweep layers: %w", err)
 	}
 	for _, key := range lost {
-		if err := c.store.Delete(ctx, key); err != nil {
-			return n, fmt.Errorf("sweep layers: %w", err)
+		if dry {
+			g.Objects++
+			continue
 		}
-		n++
+		if err := c.store.Delete(ctx, key); err != nil {
+			return g, fmt.Errorf("sweep layers: %w", err)
+		}
+		g.Objects++
 	}
-	return n, nil
+	return g, nil
 }
 
 // dropSuperseded takes the forms out of a descriptor that have been replaced for long enough. Their objects go as any that
 // nothing refers to.
 func (c *Catalogue) dropSuperseded(ctx context.Context, d Descriptor, before time.Time) (Descriptor, error) {
-	stay := slices.DeleteFunc(slices.Clone(d.Forms), func(f Form) bool { return f.Superseded != nil && f.Superseded.Before(before) })
-	if len(stay) == len(d.Forms) || len(stay) == 0 {
+	if len(notOver(d.Forms, before)) == len(d.Forms) {
 		return d, nil
 	}
 	// As it is now: the list was made some time ago.
@@ -173,10 +216,27 @@ func (c *Catalogue) dropSuperseded(ctx context.Context, d Descriptor, before tim
 	if err != nil {
 		return d, err
 	}
-	stay = slices.DeleteFunc(slices.Clone(now.Forms), func(f Form) bool { return f.Superseded != nil && f.Superseded.Before(before) })
-	if len(stay) == len(now.Forms) || len(stay) == 0 {
+	stay := notOver(now.Forms, before)
+	if len(stay) == len(now.Forms) {
 		return now, nil
 	}
 	now.Forms = stay
 	return now, c.describe(ctx, now)
+}
+
+// notOver are the forms but those that were replaced before the time; all of them when that were none.
+func notOver(forms []Form, before time.Time) []Form {
+	stay := slices.DeleteFunc(slices.Clone(forms), func(f Form) bool { return f.Superseded != nil && f.Superseded.Before(before) })
+	if len(stay) == 0 {
+		return forms
+	}
+	return stay
+}
+
+func unused(d Descriptor, deferred bool) Unused {
+	u := Unused{ID: d.ID, Source: d.Source, Created: d.Created, Deferred: deferred}
+	for _, f := range d.Forms {
+		u.Octets += f.Stored()
+	}
+	return u
 }

@@ -73,6 +73,57 @@ func WritePushed(ctx context.Context, s store.Store, p Pushed) error {
 	return nil
 }
 
+// RemovePushed takes a name out of the store, or one version of it; the latest of those that are left is current then. Layers that no other name
+// holds go with a later sweep.
+func RemovePushed(ctx context.Context, s store.Store, kind, ref string) error {
+	r, err := parseRef(kind, ref)
+	if err != nil {
+		return err
+	}
+	if r.id != "" {
+		return fmt.Errorf("%s %.80q: want a name: %w", kind, ref, sandbox.ErrInvalid)
+	}
+	folder := pushedFolder + kind + "s/" + r.name + "/"
+	latest, found := 0, false
+	var gone []string
+	if err := s.List(ctx, folder, func(i store.Info) bool {
+		file := strings.TrimPrefix(i.Key, folder)
+		n, err := strconv.Atoi(strings.TrimSuffix(strings.TrimPrefix(file, "_"), ".json"))
+		switch {
+		case err != nil || n <= 0: // _current.json, and names below this one
+		case r.n == 0 || n == r.n:
+			gone, found = append(gone, i.Key), true
+		default:
+			latest = max(latest, n)
+		}
+		return true
+	}); err != nil {
+		return err
+	}
+	if !found {
+		return fmt.Errorf("%s %s is not among what was pushed to the store: %w", kind, ref, sandbox.ErrNotFound)
+	}
+	// The current one first: a name never means a version that is gone.
+	current := folder + "_current.json"
+	if latest == 0 {
+		err = s.Delete(ctx, current)
+	} else {
+		var text []byte
+		if text, err = store.ReadAll(ctx, s, folder+"_"+strconv.Itoa(latest)+".json", maxDescriptor); err == nil {
+			err = store.Put(ctx, s, current, bytesReader(text))
+		}
+	}
+	if err != nil {
+		return err
+	}
+	for _, key := range gone {
+		if err := s.Delete(ctx, key); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // ReadPushed reads a name from the store.
 func ReadPushed(ctx context.Context, s store.Store, kind, ref string) (Pushed, error) {
 	var p Pushed
@@ -219,8 +270,8 @@ func (c *Catalogue) Claim(ctx context.Context, project string, id ID, token stri
 	return c.Hold(ctx, project, id)
 }
 
-// pushed lists the layers that names in the store itself name, and removes claims that nobody took.
-func (c *Catalogue) pushed(ctx context.Context, hold func(ID)) error {
+// pushed lists the layers that names in the store itself name, and with tidy removes claims that nobody took.
+func (c *Catalogue) pushed(ctx context.Context, tidy bool, hold func(ID)) error {
 	var failed error
 	err := c.store.List(ctx, pushedFolder, func(i store.Info) bool {
 		text, err := store.ReadAll(ctx, c.store, i.Key, maxDescriptor)
@@ -240,7 +291,7 @@ func (c *Catalogue) pushed(ctx context.Context, hold func(ID)) error {
 		}
 		return true
 	})
-	if err := errors.Join(err, failed); err != nil {
+	if err := errors.Join(err, failed); err != nil || !tidy {
 		return err
 	}
 	var old []string

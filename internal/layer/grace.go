@@ -47,8 +47,8 @@ func (c *Catalogue) bury(ctx context.Context, d Descriptor) error {
 	return store.Put(ctx, c.store, removedKey(d.ID), bytesReader(text))
 }
 
-// buried calls each for layers that were removed after the time or that a host uses, and forgets the others.
-func (c *Catalogue) buried(ctx context.Context, after time.Time, leased map[ID]bool, each func(Descriptor)) error {
+// buried calls each for layers that were removed after the time or that a host uses, and, with tidy, forgets the others.
+func (c *Catalogue) buried(ctx context.Context, after time.Time, leased map[ID]bool, tidy bool, each func(Descriptor)) error {
 	var over []string
 	var failed error
 	if err := c.store.List(ctx, "removed/", func(i store.Info) bool {
@@ -70,6 +70,9 @@ func (c *Catalogue) buried(ctx context.Context, after time.Time, leased map[ID]b
 		return true
 	}); err != nil || failed != nil {
 		return errors.Join(err, failed)
+	}
+	if !tidy {
+		return nil
 	}
 	for _, key := range over {
 		if err := c.store.Delete(ctx, key); err != nil {

@@ -40,7 +40,7 @@ func (c *Catalogue) Lease(ctx context.Context, holder string, ids []ID) error {
 }
 
 // leased are the layers that a host uses. A lease that can't be read stops the caller: what it holds would look unused.
-func (c *Catalogue) leased(ctx context.Context) (map[ID]bool, error) {
+func (c *Catalogue) leased(ctx context.Context, tidy bool) (map[ID]bool, error) {
 	out := map[ID]bool{}
 	var over []string
 	var failed error
@@ -68,6 +68,9 @@ func (c *Catalogue) leased(ctx context.Context) (map[ID]bool, error) {
 	})
 	if err := errors.Join(err, failed); err != nil {
 		return nil, fmt.Errorf("leases of layers: %w", err)
+	}
+	if !tidy {
+		return out, nil
 	}
 	for _, key := range over {
 		if err := c.store.Delete(ctx, key); err != nil {
