@@ -46,7 +46,7 @@ func (p *places) kernelFolder() string {
 }
 
 // openVMs makes the backends of virtual machines that this host can have. None is no failure: doctor says why.
-func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Config, layers vm.Layers, logger *slog.Logger) (list []*vm.Backend, err error) {
+func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Config, layers vm.Layers, network vm.Network, logger *slog.Logger) (list []*vm.Backend, err error) {
 	kernel := p.kernelFolder()
 	if p.settings.VM.Off || kernel == "" {
 		return nil, nil
@@ -63,7 +63,7 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 			Name: name, Instance: instance(id) + name[:1], Host: string(id), StateDir: filepath.Join(p.State, name),
 			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
 			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, QEMU: p.settings.VM.QEMU,
-		}, vm.Deps{Layers: layers, Verdict: verdict, Log: logger})
+		}, vm.Deps{Layers: layers, Network: network, Verdict: verdict, Log: logger})
 		if errors.Is(err, sandbox.ErrUnsupported) {
 			logger.Warn("no virtual machines", "err", err)
 			continue

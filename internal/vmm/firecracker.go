@@ -346,11 +346,11 @@ func (v *fcVM) boot(ctx context.Context, s *Spec, kernel, initrd string, disks [
 			body object
 		}{"/drives/" + id, object{"drive_id": id, "path_on_host": disks[i], "is_root_device": false, "is_read_only": d.ReadOnly}})
 	}
-	if s.Tap != "" {
+	if s.TapName != "" {
 		steps = append(steps, struct {
 			path string
 			body object
-		}{"/network-interfaces/eth0", object{"iface_id": "eth0", "host_dev_name": s.Tap, "guest_mac": s.MAC}})
+		}{"/network-interfaces/eth0", object{"iface_id": "eth0", "host_dev_name": s.TapName, "guest_mac": s.MAC}})
 	}
 	for _, p := range steps {
 		if err := v.call(ctx, http.MethodPut, p.path, p.body, nil); err != nil {

@@ -244,8 +244,8 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 			"-blockdev", fmt.Sprintf("node-name=disk%d,driver=raw,%s,cache.direct=off,file.driver=file,file.filename=/dev/fdset/%d,file.locking=off", set, mode, set),
 			"-device", fmt.Sprintf("virtio-blk-%s,drive=disk%d,serial=%s", bus, set, d.Serial))
 	}
-	if s.Tap != "" {
-		b.add("-netdev", "tap,id=net,ifname="+s.Tap+",script=no,downscript=no", "-device", "virtio-net-"+bus+",netdev=net,mac="+s.MAC)
+	if s.Tap != nil {
+		b.add("-netdev", fmt.Sprintf("tap,id=net,fd=%d", b.fd(s.Tap)), "-device", "virtio-net-"+bus+",netdev=net,mac="+s.MAC)
 	}
 	if s.Display {
 		if err := markDisplay(s.Dir); err != nil {

@@ -54,17 +54,19 @@ type Memory struct {
 
 // Spec of a machine.
 type Spec struct {
-	ID       string // names the monitor's process and cgroup
-	Dir      string // folder of its sockets, 0700, of this machine alone
-	UID      uint32
-	Machine  string // microvm or q35
-	Kernel   *Kernel
-	Append   string // more of the kernel's command line
-	CPUs     int
-	Memory   int64 // octets, a multiple of 2 MiB
-	Backing  Memory
-	Disks    []Disk
-	Tap      string // name of the tap device in Netns; empty: no network
+	ID      string // names the monitor's process and cgroup
+	Dir     string // folder of its sockets, 0700, of this machine alone
+	UID     uint32
+	Machine string // microvm or q35
+	Kernel  *Kernel
+	Append  string // more of the kernel's command line
+	CPUs    int
+	Memory  int64 // octets, a multiple of 2 MiB
+	Backing Memory
+	Disks   []Disk
+	// Tap is a tap device's descriptor, TapName its name in Netns: a driver takes what it can use. Nil and empty: no network.
+	Tap      *os.File
+	TapName  string
 	MAC      string
 	Netns    *os.File // the monitor's network namespace; nil: the host's, in which it opens nothing
 	Display  bool

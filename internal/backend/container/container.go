@@ -120,6 +120,7 @@ type Backend struct {
 	failure error          // why there is none for good: Run has ended
 	boxes   map[sandbox.ID]*instance
 	found   map[sandbox.ID]keeper.Alive // what the keeper held when we came, until taken back or swept
+	lent    map[int]bool                // slots of namespaces that other backends have, see Lend
 	swept   bool                        // Sweep was called: unknown events belong to nobody
 	// delivering is set when events were asked for; a new connection asks again.
 	delivering bool
@@ -523,6 +524,7 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 		keep[id] = true
 		slotsInUse[x.slot] = true
 	}
+	maps.Copy(slotsInUse, b.lent)
 	b.mu.Unlock()
 	var errs []error
 	alive, err := c.List(ctx)

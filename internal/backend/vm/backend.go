@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -60,6 +61,7 @@ type Layers interface {
 // Deps of the backend.
 type Deps struct {
 	Layers  Layers
+	Network Network     // nil: no network "open"
 	Verdict vmm.Verdict // of /dev/kvm
 	Log     *slog.Logger
 }
@@ -78,6 +80,7 @@ type Backend struct {
 	flat   *flats
 	disks  *disks
 	models *templates
+	net    Network
 
 	life context.Context // of what serves sandboxes; ends with Run
 	end  context.CancelFunc
@@ -122,7 +125,7 @@ func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
 		}
 	}
 	b := &Backend{cfg: cfg, layers: deps.Layers, log: deps.Log.With("backend", cfg.Name), warden: warden.NewClient(cfg.RunDir), slots: newSlots(cfg.Slots),
-		boxes: map[sandbox.ID]*instance{}, up: make(chan struct{})}
+		net: deps.Network, boxes: map[sandbox.ID]*instance{}, up: make(chan struct{})}
 	driver, err := vmm.NewQEMU(ctx, vmm.QEMUConfig{Program: cfg.QEMU, Verdict: deps.Verdict, Warden: b.warden})
 	if err != nil {
 		return fail(err)
@@ -158,14 +161,18 @@ func (b *Backend) machine() string {
 func (b *Backend) Capabilities() sandbox.Capabilities {
 	f := b.driver.Features()
 	c := sandbox.Capabilities{
-		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen}, Networks: []string{string(sandbox.NetworkNone)},
+		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen, sandbox.Saved}, Networks: []string{string(sandbox.NetworkNone)},
 		Snapshot: true, Terminal: true, Sessions: true, Ports: true,
 		Features: map[string]string{"driver": f.Driver + " " + f.Version, "accelerator": string(f.Accelerator), "kernel": b.kernel.Release},
 	}
 	if f.Degraded {
 		c.Features["degraded"] = degradedWhy(f)
 	}
-	c.Features["network.open"] = "this backend has no network open yet"
+	if why := b.noNetworkOpen(); why != "" {
+		c.Features["network.open"] = why
+	} else {
+		c.Networks = append(c.Networks, string(sandbox.NetworkOpen))
+	}
 	maps.Copy(c.Features, f.Why)
 	return c
 }
@@ -371,6 +378,7 @@ type handle struct {
 	Disk     int64             `json:"disk"`   // limit of its writable disk
 	Layer    string            `json:"layer"`  // the flat image
 	Template string            `json:"template,omitempty"`
+	Lent     *container.Lent   `json:"lent,omitempty"`
 	Laid     map[string]string `json:"laid,omitempty"`
 }
 

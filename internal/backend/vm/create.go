@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/blob"
+	"github.com/dsec-dev/dsec/internal/guest/vmwire"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -134,36 +136,33 @@ func (x *instance) make(ctx context.Context) (err error) {
 		return err
 	}
 	x.undo.push("release the image", func(context.Context) error { b.flat.release(image); return nil })
-	disks := layerDisks(string(image), files)
-	defer func() { closeDisks(disks) }()
-	for _, v := range x.spec.Volumes {
-		f, err := b.layers.Files(ctx, layer.ID(v.Layer))
-		if err != nil {
-			return err
-		}
-		disks = append(disks, layerDisks(v.Layer, f)...)
-	}
 	x.h.Version, x.h.Layer, x.h.Disk, x.h.Memory = handleVersion, string(image), x.spec.Resources.Disk, machineMemory(x.spec.Resources.Memory)
 	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(x.id)) })
+	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
 	disk, err := b.disks.create(ctx, string(x.id), x.spec.Resources.Disk)
+	if err != nil {
+		files.Close()
+		return err
+	}
+	s, err := x.machine(ctx, files, disk)
 	if err != nil {
 		return err
 	}
-	disks = append(disks, vmm.Disk{Serial: "upper", File: disk})
+	defer func() { closeDisks(s.Disks) }()
 	if err := x.makeFolder(); err != nil {
 		return err
-	}
-	s := &vmm.Spec{
-		ID: monitorID(x.id), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
-		Memory: x.h.Memory, Disks: disks,
-		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
 	}
 	if total := x.spec.Lifetime.Total; total > 0 {
 		x.deadline = time.Now().Add(total)
 		s.Deadline = x.deadline.Add(deadlineGrace)
 	}
-	if x.spec.BestEffort {
-		s.Group.Weight = max(1, s.Group.Weight/16)
+	if x.spec.Network == sandbox.NetworkOpen {
+		way, err := x.openNetwork(ctx)
+		if err != nil {
+			return err
+		}
+		defer way.close()
+		s.Netns, s.Tap, s.MAC = way.ns, way.tap, guestMAC
 	}
 	x.undo.push("end the machine", x.endMachine)
 	if err := x.start(ctx, s); err != nil {
@@ -173,6 +172,29 @@ func (x *instance) make(ctx context.Context) (err error) {
 		return err
 	}
 	return x.bear(ctx)
+}
+
+// machine is the machine that the sandbox has: the same each time, so that a state that was saved fits. The files become its.
+func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.File) (*vmm.Spec, error) {
+	b := x.b
+	disks := layerDisks(x.h.Layer, image)
+	for _, v := range x.spec.Volumes {
+		f, err := b.layers.Files(ctx, layer.ID(v.Layer))
+		if err != nil {
+			closeDisks(append(disks, vmm.Disk{File: disk}))
+			return nil, err
+		}
+		disks = append(disks, layerDisks(v.Layer, f)...)
+	}
+	s := &vmm.Spec{
+		ID: monitorID(x.id), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
+		Memory: x.h.Memory, Disks: append(disks, vmm.Disk{Serial: "upper", File: disk}),
+		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
+	}
+	if x.spec.BestEffort {
+		s.Group.Weight = max(1, s.Group.Weight/16)
+	}
+	return s, nil
 }
 
 // start starts the machine: as a clone where a template fits, else it boots.
@@ -205,7 +227,12 @@ func (x *instance) bear(ctx context.Context) error {
 		NoNewPrivs: x.spec.NoNewPrivs, Seccomp: x.b.cfg.Seccomp, Events: x.b.cfg.Events, Volumes: x.spec.Volumes,
 	}
 	birth.Resources.CPU, birth.Resources.CPUWeight = 0, 100 // the monitor's group holds these
-	laid, err := x.link.bear(ctx, birth, x.h.Layer)
+	var n *vmwire.Network
+	if x.h.Lent != nil {
+		birth.Resolv = x.h.Lent.Resolv
+		n = &vmwire.Network{Address: guestAddress, Gateway: guestGateway, MTU: x.h.Lent.MTU}
+	}
+	laid, err := x.link.bear(ctx, birth, x.h.Layer, n)
 	if err != nil {
 		return err
 	}

@@ -111,6 +111,13 @@ func (d *disks) sweep(keep map[string]bool) error {
 			errs = append(errs, d.remove(id))
 		}
 	}
+	states, _ := filepath.Glob(filepath.Join(d.dir, "*"+savedSuffix+"*"))
+	for _, f := range states {
+		id, _, _ := strings.Cut(filepath.Base(f), savedSuffix)
+		if !keep[id] {
+			errs = append(errs, os.Remove(f))
+		}
+	}
 	list, _ := filepath.Glob(filepath.Join(d.dir, "*.new"))
 	for _, f := range list {
 		errs = append(errs, os.Remove(f))

@@ -50,6 +50,8 @@ type instance struct {
 	link    *link         // nil while there is none
 	changed chan struct{} // closed and replaced when link or state changes
 	frozen  bool
+	saved   bool          // its machine is a file
+	saving  bool          // its monitor ends because we say so
 	stats   sandbox.Stats // the last that were told
 	began   map[string]time.Time
 	budgets map[string]*budget
@@ -155,7 +157,9 @@ func (x *instance) serve() {
 		x.link = nil
 		x.mu.Unlock()
 		l.close()
-		x.vm.Release()
+		if x.vm != nil {
+			x.vm.Release()
+		}
 	}()
 }
 
@@ -245,7 +249,7 @@ func (x *instance) machineOver(ctx context.Context) bool {
 
 // monitorEnded is told by the warden.
 func (x *instance) monitorEnded(a warden.Alive) {
-	if !x.isLiving() {
+	if !x.isLiving() || x.isSaved() || x.isSaving() {
 		return
 	}
 	c := sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "monitor_ended", Detail: cut("the machine's monitor: "+a.Why+" "+a.Said, maxDetail)}
@@ -457,16 +461,29 @@ func (x *instance) take(ctx context.Context) error {
 
 // Pause stops the sandbox's processes and their clocks in the guest, then the machine.
 func (x *instance) Pause(ctx context.Context, level sandbox.PauseLevel) error {
-	if level != sandbox.Frozen {
-		return fmt.Errorf("pause %s to level %q: this backend has %s alone: %w", x.id, level, sandbox.Frozen, sandbox.ErrUnsupported)
+	if level != sandbox.Frozen && level != sandbox.Saved {
+		return fmt.Errorf("pause %s to level %q: this backend has %s and %s: %w", x.id, level, sandbox.Frozen, sandbox.Saved, sandbox.ErrUnsupported)
+	}
+	if level == sandbox.Saved && x.h.Lent != nil {
+		return fmt.Errorf("pause %s to level %q: its network is open, and goes with the machine: %w", x.id, level, sandbox.ErrUnsupported)
 	}
 	if err := x.take(ctx); err != nil {
 		return x.said("pause", err)
 	}
 	defer func() { <-x.turn }()
-	if x.isFrozen() {
-		return nil
+	if !x.isFrozen() {
+		if err := x.freeze(ctx); err != nil {
+			return err
+		}
 	}
+	if level == sandbox.Saved && !x.isSaved() {
+		return x.said("pause", x.save(ctx))
+	}
+	return nil
+}
+
+// freeze stops the sandbox and its machine. The caller has the turn.
+func (x *instance) freeze(ctx context.Context) error {
 	l, err := x.use(ctx, "pause")
 	if err != nil {
 		return err
@@ -500,6 +517,11 @@ func (x *instance) Resume(ctx context.Context) error {
 	}
 	if !frozen {
 		return nil
+	}
+	if x.isSaved() {
+		if err := x.load(ctx); err != nil {
+			return x.said("resume", err)
+		}
 	}
 	if err := x.vm.Resume(ctx); err != nil {
 		return x.said("resume", err)
@@ -542,8 +564,11 @@ func (x *instance) arm(ctx context.Context, l *link) error {
 func (x *instance) SetDeadline(ctx context.Context, at time.Time) error {
 	x.mu.Lock()
 	x.deadline = at
-	frozen := x.frozen && x.state == living
+	frozen, saved := x.frozen && x.state == living, x.saved
 	x.mu.Unlock()
+	if saved {
+		return nil // no monitor lives; the host ends it when its time is over
+	}
 	if frozen {
 		return x.said("set deadline", x.armWarden(ctx, 0))
 	}

@@ -135,12 +135,12 @@ func (l *link) renew(ctx context.Context, fresh bool) error {
 	return err
 }
 
-func (l *link) bear(ctx context.Context, b *keeper.Birth, layer string) (laid map[string]string, err error) {
+func (l *link) bear(ctx context.Context, b *keeper.Birth, layer string, n *vmwire.Network) (laid map[string]string, err error) {
 	text, err := json.Marshal(b)
 	if err != nil {
 		return nil, err
 	}
-	more, err := json.Marshal(&vmwire.Birth{Birth: text, Layer: layer})
+	more, err := json.Marshal(&vmwire.Birth{Birth: text, Layer: layer, Network: n})
 	if err != nil {
 		return nil, err
 	}

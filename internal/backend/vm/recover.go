@@ -38,7 +38,14 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 	b.flat.hold(layer.ID(h.Layer))
 	x.undo.push("release the image", func(context.Context) error { b.flat.release(layer.ID(h.Layer)); return nil })
 	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(id)) })
+	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
 	x.undo.push("remove the folder", func(context.Context) error { return os.RemoveAll(x.dir()) })
+	if h.Lent != nil && b.net != nil {
+		if err := b.net.Lending(id, *h.Lent); err != nil {
+			b.log.Error("network open of a recovered sandbox", "sandbox", id, "err", err)
+		}
+		x.undo.push("take back the network", func(ctx context.Context) error { return b.net.TakeBack(ctx, id, *h.Lent) })
+	}
 	x.undo.push("end the machine", x.endMachine)
 	if monitor != nil && monitor.Ended && monitor.Why == "deadline" {
 		x.setState(living)
@@ -75,6 +82,15 @@ func (b *Backend) monitor(ctx context.Context, id sandbox.ID) (*warden.Alive, er
 }
 
 func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Alive) error {
+	if x.hasSaved() && (monitor == nil || monitor.Ended) {
+		if monitor != nil {
+			if err := b.warden.Forget(ctx, monitorID(x.id)); err != nil {
+				return err
+			}
+		}
+		x.frozen, x.saved = true, true
+		return nil
+	}
 	if monitor == nil || monitor.Ended {
 		return fmt.Errorf("its machine is gone: %w", sandbox.ErrLost)
 	}

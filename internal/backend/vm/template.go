@@ -74,6 +74,9 @@ func (t *templates) keyOf(s *vmm.Spec, image layer.ID) string {
 func (t *templates) get(ctx context.Context, s *vmm.Spec, image layer.ID) (*template, error) {
 	// The disk's limit is not part of it: a guest reads its disk first when the sandbox is born. Its size is: the guest knows it.
 	key := t.keyOf(s, image) + "-" + fmt.Sprint(diskMiB(s))
+	if s.Tap != nil {
+		key += "-net"
+	}
 	t.mu.Lock()
 	for {
 		if have := t.have[key]; have != nil {
@@ -216,6 +219,15 @@ func (t *templates) make(ctx context.Context, key string, like *vmm.Spec, image 
 	s.ID, s.Dir, s.UID, s.Deadline = id, dir, b.cfg.UIDBase+uint32(slot), time.Now().Add(birthBound+time.Minute)
 	s.Disks = append(append([]vmm.Disk{}, like.Disks[:last]...), vmm.Disk{Serial: "upper", File: disk})
 	s.Group.CPU = 0
+	if s.Tap != nil {
+		// A namespace of its own, from which nothing leads out.
+		way, err := newWay()
+		if err != nil {
+			return nil, err
+		}
+		defer way.close()
+		s.Netns, s.Tap = way.ns, way.tap
+	}
 	x := &template{key: key, image: image, used: time.Now()}
 	defer func() {
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/backend/container/containertest"
 	"github.com/dsec-dev/dsec/internal/backend/vm"
 	"github.com/dsec-dev/dsec/internal/backend/vm/vmtest"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -185,4 +186,129 @@ func TestCapabilities(t *testing.T) {
 	if c.Backend != "vm" || c.Isolation != "high" || c.Features["accelerator"] != "tcg" || c.Features["degraded"] == "" || !strings.HasPrefix(c.Features["driver"], "qemu ") {
 		t.Errorf("%+v", c)
 	}
+}
+
+// A machine of network open reaches what lies outside under the host's address, and nothing of the host; its end leaves no device.
+func TestNetworkOpen(t *testing.T) {
+	w := containertest.NewWorld(t)
+	lender := containertest.New(t, containertest.Options{Network: w.Config(t)})
+	e := vmtest.NewWith(t, lender.Backend)
+	if why := lender.Backend.NoNetworkOpen(); why != "" {
+		t.Skipf("skip: no network open here: %s", why)
+	}
+	s := e.Suite()
+	for range 2 { // the second one is a clone of a template that has been used
+		b := sandboxtest.NewBox(t, s, func(s *sandbox.Spec) { s.Network = sandbox.NetworkOpen })
+		if got := b.Out(t, "nc -w 10 "+w.Outside.String()+" 80 </dev/null"); strings.TrimSpace(got) != w.Host.String() {
+			t.Errorf("outside saw %q, want the host's address", got)
+		}
+		if o, out := b.As(t, "root", "nc -w 5 "+w.Host.String()+" 80 </dev/null"); o.Code == 0 && out != "" {
+			t.Errorf("the host answered %q", out)
+		}
+		if got := b.Out(t, "cat /etc/resolv.conf"); !strings.Contains(got, w.Outside.String()) {
+			t.Errorf("resolvers %q", got)
+		}
+		if n := len(w.Devices(t)); n == 0 {
+			t.Error("no device on the host")
+		}
+		if err := b.Instance().Destroy(within(t)); err != nil {
+			t.Fatal(err)
+		}
+		sandboxtest.Eventually(t, func() bool { return len(w.Devices(t)) == 0 }, func() string { return "devices are left" })
+	}
+}
+
+// A saved sandbox has no monitor, survives a restart of the host, and goes on where it was.
+func TestSavedMachineGoesOn(t *testing.T) {
+	e := vmtest.New(t)
+	s := e.Suite()
+	b := sandboxtest.NewBox(t, s)
+	x := b.Instance()
+	b.Out(t, "echo kept >/tmp/f")
+	if err := x.Start(within(t), command("long", "i=0; while [ $i -lt 5000 ] && [ ! -e /tmp/stop ]; do i=$((i+1)); echo $i >/tmp/n; sleep 0.02; done")); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Pause(within(t), sandbox.Saved); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Pause(within(t), sandbox.Saved); err != nil {
+		t.Errorf("again: %v", err)
+	}
+	if list, err := warden.NewClient(e.Config.RunDir).List(within(t)); err != nil || len(list) != 0 {
+		t.Errorf("monitors of a saved sandbox: %v, %v", list, err)
+	}
+	if err := x.Start(within(t), command("no", "true")); !errors.Is(err, sandbox.ErrState) {
+		t.Errorf("start in a saved sandbox: %v", err)
+	}
+	if _, err := x.Stats(within(t)); err != nil {
+		t.Errorf("stats: %v", err)
+	}
+	if err := x.Resume(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	was := b.Out(t, "cat /tmp/f /tmp/n")
+	if !strings.HasPrefix(was, "kept\n") {
+		t.Errorf("%q", was)
+	}
+	sandboxtest.Eventually(t, func() bool { return b.Out(t, "cat /tmp/f /tmp/n") != was }, func() string { return "the command does not go on" })
+	if err := x.Pause(within(t), sandbox.Saved); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func TestSavedMachineAndRestart(t *testing.T) {
+	e := vmtest.New(t)
+	id, spec := sandbox.NewID("htests"), small(e)
+	x, err := e.Backend.Create(within(t), id, spec, &nobody{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Pause(within(t), sandbox.Saved); err != nil {
+		t.Fatal(err)
+	}
+	b := e.Restart(t)
+	y, err := b.Recover(within(t), id, spec, x.Handle(), &nobody{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Sweep(within(t), map[sandbox.ID]bool{id: true}); err != nil {
+		t.Fatal(err)
+	}
+	if err := y.Resume(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := y.Start(within(t), command("c", "true")); err != nil {
+		t.Fatal(err)
+	}
+	// One of another version of QEMU, or of another kernel, is refused with the difference.
+	if err := y.Pause(within(t), sandbox.Saved); err != nil {
+		t.Fatal(err)
+	}
+	file := e.Config.StateDir + "/" + string(id) + ".saved.json"
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, []byte(strings.Replace(string(text), `"version":"`, `"version":"0.`, 1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := y.Resume(within(t)); !errors.Is(err, sandbox.ErrUnsupported) || !strings.Contains(err.Error(), "was saved by qemu 0.") {
+		t.Errorf("a state of another QEMU: %v", err)
+	}
+	if err := y.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func command(id, text string) *sandbox.Command {
+	return &sandbox.Command{ID: id, Argv: []string{"/bin/sh", "-c", text}, User: "root", Cwd: "/", OutputCap: 1 << 20}
 }

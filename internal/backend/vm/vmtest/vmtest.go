@@ -84,6 +84,8 @@ type Env struct {
 	Layer     string
 	Config    vm.Config
 
+	Network vm.Network
+
 	log  *slog.Logger
 	stop func()
 }
@@ -103,6 +105,12 @@ func do(t testing.TB, err error) {
 // New makes a backend of an instance of its own. At the test's end its warden is told to end, and everything is removed.
 func New(t testing.TB, change ...func(*vm.Config)) *Env {
 	t.Helper()
+	return NewWith(t, nil, change...)
+}
+
+// NewWith is New with a lender of networks.
+func NewWith(t testing.TB, network vm.Network, change ...func(*vm.Config)) *Env {
+	t.Helper()
 	if _, err := exec.LookPath("qemu-system-x86_64"); err != nil {
 		t.Skip("skip: needs QEMU (package qemu-system-x86)")
 	}
@@ -113,7 +121,7 @@ func New(t testing.TB, change ...func(*vm.Config)) *Env {
 	number.n++
 	instance := fmt.Sprintf("t%dx%d", os.Getpid(), number.n)
 	number.Unlock()
-	e := &Env{log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
+	e := &Env{Network: network, log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
 	s, err := store.NewDir(filepath.Join(dir, "store"))
 	do(t, err)
 	f, err := facts.OpenBolt(filepath.Join(dir, "facts"))
@@ -142,7 +150,7 @@ func New(t testing.TB, change ...func(*vm.Config)) *Env {
 
 func (e *Env) start(t testing.TB) {
 	t.Helper()
-	b, err := vm.New(t.Context(), e.Config, vm.Deps{Layers: e.Layers, Verdict: vmm.Verdict{KVM: "absent", Reason: "tests are translated everywhere"}, Log: e.log})
+	b, err := vm.New(t.Context(), e.Config, vm.Deps{Layers: e.Layers, Network: e.Network, Verdict: vmm.Verdict{KVM: "absent", Reason: "tests are translated everywhere"}, Log: e.log})
 	do(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
