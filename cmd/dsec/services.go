@@ -149,7 +149,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if m.runtimes, err = openRuntimes(m.backend, found); err != nil {
 		return nil, err
 	}
-	if m.vms, err = p.openVMs(ctx, m.id, cc, layers, logger); err != nil {
+	if m.vms, err = p.openVMs(ctx, m.id, cc, layers, m.backend, logger); err != nil {
 		return nil, err
 	}
 	if m.calls, err = obs.NewCalls(reg, "host"); err != nil {
