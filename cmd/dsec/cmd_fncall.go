@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/alecthomas/kong"
 	"golang.org/x/term"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
@@ -23,21 +24,20 @@ type fncallCmd struct {
 }
 
 type fncallRunCmd struct {
-	Lang    string            `short:"l" help:"Language; else by the file's name." placeholder:"NAME"`
-	Env     string            `name:"env" help:"Environment instead of the language's." placeholder:"NAME"`
-	CPU     time.Duration     `help:"CPU time of all processes." placeholder:"DUR"`
-	Wall    time.Duration     `help:"Wall time from the start of the program." placeholder:"DUR"`
-	Memory  size              `short:"m" help:"Memory, with the files of the work folder." placeholder:"SIZE"`
-	Procs   int32             `help:"Processes and threads." placeholder:"N"`
-	Cap     size              `help:"Octets of each output stream; more is the verdict OLE." placeholder:"SIZE"`
-	Var     map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
-	File    []string          `short:"f" help:"File to lay beside the program; repeat." type:"existingfile" placeholder:"FILE" sep:"none"`
-	Out     []string          `help:"File of the work folder to bring back into the current one; repeat." placeholder:"PATH" sep:"none"`
-	Job     string            `help:"Job." placeholder:"NAME"`
-	Key     string            `name:"call-key" help:"The same key again gives the recorded answer." placeholder:"KEY"`
-	Pooled  bool              `help:"Use user namespaces again."`
-	Program string            `arg:"" optional:"" help:"Source file."`
-	Argv    []string          `arg:"" optional:"" passthrough:"" help:"Arguments; without a source file the command, behind --."`
+	Lang   string            `short:"l" help:"Language; else by the file's name." placeholder:"NAME"`
+	Env    string            `name:"env" help:"Environment instead of the language's." placeholder:"NAME"`
+	CPU    time.Duration     `help:"CPU time of all processes." placeholder:"DUR"`
+	Wall   time.Duration     `help:"Wall time from the start of the program." placeholder:"DUR"`
+	Memory size              `short:"m" help:"Memory, with the files of the work folder." placeholder:"SIZE"`
+	Procs  int32             `help:"Processes and threads." placeholder:"N"`
+	Cap    size              `help:"Octets of each output stream; more is the verdict OLE." placeholder:"SIZE"`
+	Var    map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
+	File   []string          `short:"f" help:"File to lay beside the program; repeat." type:"existingfile" placeholder:"FILE" sep:"none"`
+	Out    []string          `help:"File of the work folder to bring back into the current one; repeat." placeholder:"PATH" sep:"none"`
+	Job    string            `help:"Job." placeholder:"NAME"`
+	Key    string            `name:"call-key" help:"The same key again gives the recorded answer." placeholder:"KEY"`
+	Pooled bool              `help:"Use user namespaces again."`
+	Argv   []string          `arg:"" passthrough:"" help:"Source file of a language (by its name, or --lang) and its arguments; else a command, behind --."`
 }
 
 var langOfName = map[string]string{".c": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp", ".go": "go", ".py": "python", ".js": "javascript", ".sh": "bash", ".java": "java", ".rs": "rust"}
@@ -45,21 +45,21 @@ var langOfName = map[string]string{".c": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx
 func (x *fncallRunCmd) call() (q client.Call, err error) {
 	q = client.Call{Lang: x.Lang, Environment: x.Env, Env: x.Var, Job: x.Job, Key: x.Key, Pooled: x.Pooled,
 		Limits: &dsecv1.CallLimits{CpuMs: x.CPU.Milliseconds(), WallMs: x.Wall.Milliseconds(), Memory: int64(x.Memory), Processes: x.Procs, Output: int64(x.Cap)}}
-	args := afterDashes(x.Argv)
-	if x.Program == "" || x.Program == "--" {
-		if q.Cmd = args; len(args) == 0 {
-			return q, errors.New("name a source file, or a command behind --")
-		}
+	argv := afterDashes(x.Argv)
+	if len(argv) == 0 {
+		return q, errors.New("name a source file, or a command behind --")
+	}
+	if q.Lang == "" {
+		q.Lang = langOfName[filepath.Ext(argv[0])]
+	}
+	if q.Lang == "" || q.Lang == "cmd" {
+		q.Cmd = argv
 	} else {
-		b, err := os.ReadFile(x.Program)
+		b, err := os.ReadFile(argv[0])
 		if err != nil {
 			return q, err
 		}
-		if q.Code, q.Args = string(b), args; q.Lang == "" {
-			if q.Lang = langOfName[filepath.Ext(x.Program)]; q.Lang == "" {
-				return q, fmt.Errorf("%s: no language is known by its name; say --lang", x.Program)
-			}
-		}
+		q.Code, q.Args = string(b), argv[1:]
 	}
 	for _, f := range x.File {
 		b, err := os.ReadFile(f)
@@ -146,6 +146,9 @@ func verdictLine(a *client.CallAnswer, r *client.CallResult) string {
 	}
 	return strings.TrimSpace(s)
 }
+
+// Validate refuses an unknown flag, which would else begin the command.
+func (x *fncallRunCmd) Validate(k *kong.Context) error { return noFlag(k, x.Argv) }
 
 type fncallLangsCmd struct{}
 
