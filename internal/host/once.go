@@ -121,13 +121,13 @@ func (b *box) endStep(s *step, r *dsecv1.LogRecord, in *trajectory.Input, err er
 		r.Outcome.Kind = string(o.Kind)
 		err = errors.Join(err, fmt.Errorf("step %s: record its end: %w", s.id, aerr))
 	}
+	b.traceEnd(s, "")
 	b.mu.Lock()
 	if !s.ended() {
 		s.result = r
 		s.finish(o)
 	}
 	b.mu.Unlock()
-	b.traceEnd(s, "")
 	return r, err
 }
 

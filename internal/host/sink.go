@@ -142,6 +142,7 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 		b.mu.Unlock()
 		return fmt.Errorf("record end of %s: %w", cmd, err)
 	}
+	b.traceEnd(s, o.Group) // before anybody hears of the end and begins another
 	b.h.m.commands.WithLabelValues(string(o.Kind)).Inc()
 	b.mu.Lock()
 	if !s.ended() {
@@ -149,7 +150,6 @@ func (k *sink) CommandEnded(_ context.Context, cmd string, o sandbox.Outcome) er
 		b.rest()
 	}
 	b.mu.Unlock()
-	b.traceEnd(s, o.Group)
 	if cmd == entrypoint && len(b.spec.Entry) > 0 {
 		b.entryEnded(o)
 	}
