@@ -43,7 +43,9 @@ type settings struct {
 	Gateway struct {
 		Domain string   `toml:"domain"`
 		Hosts  []string `toml:"hosts"`
-		Stall  string   `toml:"stall"` // duration; "0s" never ends a body
+		// Runtime of containers whose create names none.
+		Runtime string `toml:"runtime"`
+		Stall   string `toml:"stall"` // duration; "0s" never ends a body
 	} `toml:"gateway"`
 	FnCall fnCallSettings `toml:"fncall"`
 	Images imageSettings  `toml:"images"`

@@ -146,7 +146,11 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 	if err != nil {
 		return nil, nil, err
 	}
-	backend, err := sandbox.BackendOf(q.GetBackend(), q.GetRuntime())
+	runtime := q.GetRuntime()
+	if runtime == "" && (q.GetBackend() == "" || q.GetBackend() == "container") {
+		runtime = g.cfg.Runtime
+	}
+	backend, err := sandbox.BackendOf(q.GetBackend(), runtime)
 	if err != nil {
 		return nil, nil, err
 	}

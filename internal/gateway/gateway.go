@@ -43,6 +43,8 @@ type Config struct {
 	Domain string
 	// Stall ends a body of which no octet moved for so long; 0 is 60 s, below 0 never.
 	Stall time.Duration
+	// Runtime of containers whose create names none; "" is direct.
+	Runtime string
 	// OpenMetrics serves /metrics without a key.
 	OpenMetrics bool
 }

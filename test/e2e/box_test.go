@@ -162,6 +162,9 @@ func within(t testing.TB) context.Context {
 }
 
 // box makes a sandbox that is stopped with the test; without layers it is of busybox.
+// runtimeVar names the runtime under which the boxes of all tests run, in place of dsec's own: crun, runc or gvisor.
+const runtimeVar = "DSEC_E2E_RUNTIME"
+
 func (s *service) box(t testing.TB, edit ...func(*client.Options)) *client.Sandbox {
 	t.Helper()
 	sb, err := s.tryBox(t, edit...)
@@ -173,7 +176,7 @@ func (s *service) box(t testing.TB, edit ...func(*client.Options)) *client.Sandb
 
 func (s *service) tryBox(t testing.TB, edit ...func(*client.Options)) (*client.Sandbox, error) {
 	t.Helper()
-	o := client.Options{Memory: 256 << 20, Disk: 256 << 20, Pids: 512, Idle: 10 * time.Minute, Labels: map[string]string{"test": strings.ReplaceAll(t.Name(), "/", "_")}}
+	o := client.Options{Runtime: os.Getenv(runtimeVar), Memory: 256 << 20, Disk: 256 << 20, Pids: 512, Idle: 10 * time.Minute, Labels: map[string]string{"test": strings.ReplaceAll(t.Name(), "/", "_")}}
 	for _, f := range edit {
 		f(&o)
 	}

@@ -189,7 +189,7 @@ func live(t testing.TB, s *service, l *lived, r *rand.Rand, layer, key string, s
 	c := s.client()
 	var sb *client.Sandbox
 	err := again(t, "create "+key, func(ctx context.Context) (err error) {
-		sb, err = c.RunContainer(ctx, client.Options{Layers: []string{layer}, Job: "crash", Key: key, Memory: 64 << 20, Disk: 32 << 20, Pids: 64, Labels: map[string]string{"test": "crash"}})
+		sb, err = c.RunContainer(ctx, client.Options{Runtime: os.Getenv(runtimeVar), Layers: []string{layer}, Job: "crash", Key: key, Memory: 64 << 20, Disk: 32 << 20, Pids: 64, Labels: map[string]string{"test": "crash"}})
 		return err
 	})
 	if err != nil {
@@ -351,7 +351,7 @@ func clientsDie(t *testing.T, s *service, layer string, r *rand.Rand, stop *atom
 	c := s.client()
 	var sb *client.Sandbox
 	err := again(t, "create", func(ctx context.Context) (err error) {
-		sb, err = c.RunContainer(ctx, client.Options{Layers: []string{layer}, Job: "crash", Key: "clients", Memory: 64 << 20, Disk: 32 << 20, Pids: 64, Labels: map[string]string{"test": "crash"}})
+		sb, err = c.RunContainer(ctx, client.Options{Runtime: os.Getenv(runtimeVar), Layers: []string{layer}, Job: "crash", Key: "clients", Memory: 64 << 20, Disk: 32 << 20, Pids: 64, Labels: map[string]string{"test": "crash"}})
 		return err
 	})
 	if err != nil {
