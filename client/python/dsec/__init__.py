@@ -18,6 +18,7 @@ from ._sync.files import Files
 from ._sync.jobs import Job
 from ._sync.ports import Port, RawConnection, WebSocket
 from ._sync.sandbox import Batch, Sandbox
+from ._trace import FileChange, FileHistory, PathState, Trace, TracedProcess, TracedStep
 from ._websocket import Closed as WebSocketClosed
 from .errors import (
     CommandFailed, DeadlineExceeded, Denied, DsecError, Exhausted, Exists, Internal, Invalid, Lost, NotFound, NotRestored, State, Unavailable, Unsupported,
@@ -40,5 +41,5 @@ __all__ = [
     "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "NotRestored", "Outcome", "Port", "Process", "RawConnection", "Resources", "RestoreOptions", "Restored", "RestoredStep", "Result",
     "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
     "StartOptions", "State", "Stats", "StreamEnd", "Summary", "Unavailable", "Unsupported", "UploadResult", "Verdict", "VersionMismatch", "WebSocket",
-    "WebSocketClosed", "WriteResult",
+    "WebSocketClosed", "WriteResult", "FileChange", "FileHistory", "PathState", "Trace", "TracedProcess", "TracedStep",
 ]

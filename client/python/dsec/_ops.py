@@ -114,14 +114,16 @@ def create_body(
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), hostname: str = "", entrypoint: Sequence[Octets] = (),
     best_effort: bool = False, no_new_privs: bool = False, durability: str = "", deadline: Optional[float] = None,
     volumes: Optional[Mapping[str, str]] = None, allow_degraded: bool = False, runtime: str = "",
+    trace: str = "", volatile: Sequence[str] = (),
 ) -> JSON:
-    if isinstance(layers, (str, bytes)) or isinstance(entrypoint, (str, bytes)):
-        raise Invalid("layers and entrypoint: want a list, not one string")
+    if isinstance(layers, (str, bytes)) or isinstance(entrypoint, (str, bytes)) or isinstance(volatile, (str, bytes)):
+        raise Invalid("layers, entrypoint and volatile: want a list, not one string")
     body = without_empty({
         "environment": environment, "layers": list(layers), "image": image, "pull": pull, "image_entrypoint": image_entrypoint, "backend": backend, "runtime": runtime, "job": job, "key": key, "name": name,
         "labels": dict(labels or {}), "network": network, "user": user, "env": env_vars(env, secret_env), "hostname": hostname,
         "entrypoint": [text_of(e, f"entrypoint[{i}]") for i, e in enumerate(entrypoint)], "best_effort": best_effort, "allow_degraded": allow_degraded,
         "no_new_privs": no_new_privs, "durability": durability, "deadline_ms": milliseconds(deadline, "deadline"),
+        "trace": trace, "volatile_paths": list(volatile),
         "volumes": [{"layer": layer, "path": at} for at, layer in sorted((volumes or {}).items())],
         "resources": resources_body(memory, disk, pids, cpu, cpu_weight), "lifetime": lifetime_body(idle, total, on_idle),
     })

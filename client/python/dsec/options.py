@@ -44,6 +44,8 @@ class CreateOptions(TypedDict, total=False):
     durability: str  # process | host | store
     volumes: Mapping[str, str]  # path -> layer that is seen there, read-only
     deadline: float  # seconds that the create may take
+    trace: str  # off (default) | light | full: what is recorded of what steps do, beside their outcomes
+    volatile: Sequence[str]  # paths of caches and the like: not looked into by traces, not compared by replays
 
 
 class CommandOptions(TypedDict, total=False):

@@ -6,13 +6,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, AsyncIterator, Iterator, List, Mapping, Optional, Sequence, Type, Union
 
 from .. import _ops as ops
-from .._octets import JSON, Octets
+from .._octets import JSON, Octets, put
 from .._restore import info_of as restored_info
+from .._trace import Trace
 from ..errors import DsecError
 from ..model import CommandInfo, ItemError, LogRecord, Restored, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
 from .commands import AsyncProcess, AsyncSession
 from .files import AsyncFiles
-from .log import read_log
+from .log import read_log, read_trace
 from .pending import Pending
 from .ports import AsyncPort
 from .transport import Transport
@@ -138,6 +139,12 @@ class AsyncSandbox:
     def log(self, *, from_seq: int = 1, follow: bool = False, output: bool = True, timeout: Optional[float] = None) -> AsyncIterator[LogRecord]:
         """Its trajectory; see `Client.log`."""
         return read_log(self._t, {"sandbox": self.id}, from_seq, follow, output, timeout)
+
+    async def trace(self, *, step: str = "", file: Octets = "", timeout: Optional[float] = None) -> Trace:
+        """What its steps did beside their outcomes: of one step (its key, or its number from 1), or around one file. It may have ended."""
+        body: JSON = ops.without_empty({"sandbox": self.id, "step": step})
+        put(body, "file", file)
+        return await read_trace(self._t, body, timeout)
 
     async def stop(self) -> None:
         """Ends it and returns when nothing is left but its record and log. Stopping twice is fine."""

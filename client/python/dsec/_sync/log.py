@@ -10,6 +10,7 @@ from .._net import STREAM_TIME
 from .._octets import JSON
 from .._ops import LogCursor
 from .._recorded import OUTPUT_LIMIT
+from .._trace import Trace
 from ..errors import Unavailable
 from ..model import LogRecord
 from .transport import Transport
@@ -51,3 +52,12 @@ def export(t: Transport, body: JSON, timeout: Optional[float]) -> Iterator[Dict[
             missing += m.subs("errors", lambda e: e.text("message"))
     if missing:
         raise Unavailable("export: part is missing: " + "; ".join(missing))
+
+
+def read_trace(t: Transport, body: JSON, timeout: Optional[float]) -> Trace:
+    deadline = time.monotonic() + (STREAM_TIME if timeout is None else timeout)
+    out = Trace()
+    with t.stream("LogService/Trace", body, deadline, timeout is not None) as messages:
+        for m in messages:
+            out.take(m)
+    return out

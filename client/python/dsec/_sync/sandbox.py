@@ -6,13 +6,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Iterator, List, Mapping, Optional, Sequence, Type, Union
 
 from .. import _ops as ops
-from .._octets import JSON, Octets
+from .._octets import JSON, Octets, put
 from .._restore import info_of as restored_info
+from .._trace import Trace
 from ..errors import DsecError
 from ..model import CommandInfo, ItemError, LogRecord, Restored, Result, SandboxInfo, SessionInfo, Snapshot, Stats, Verdict
 from .commands import Process, Session
 from .files import Files
-from .log import read_log
+from .log import read_log, read_trace
 from .ports import Port
 from .transport import Transport
 
@@ -130,6 +131,12 @@ class Sandbox:
     def log(self, *, from_seq: int = 1, follow: bool = False, output: bool = True, timeout: Optional[float] = None) -> Iterator[LogRecord]:
         """Its trajectory; see `Client.log`."""
         return read_log(self._t, {"sandbox": self.id}, from_seq, follow, output, timeout)
+
+    def trace(self, *, step: str = "", file: Octets = "", timeout: Optional[float] = None) -> Trace:
+        """What its steps did beside their outcomes: of one step (its key, or its number from 1), or around one file. It may have ended."""
+        body: JSON = ops.without_empty({"sandbox": self.id, "step": step})
+        put(body, "file", file)
+        return read_trace(self._t, body, timeout)
 
     def stop(self) -> None:
         """Ends it and returns when nothing is left but its record and log. Stopping twice is fine."""
