@@ -59,10 +59,14 @@ type layerPushCmd struct {
 	Ref   string `arg:"" help:"Name, name@version or, of a layer, an ID."`
 	Store string `arg:"" help:"A folder or s3://BUCKET/PREFIX?endpoint=URL."`
 	ownStore
+	Remove bool `help:"Take the name (or name@version) out of that store instead. A gateway that serves it removes layers that no other name holds."`
 }
 
 // Run copies what the other store lacks, then writes the name. Run again, it goes on where it broke off.
 func (x *layerPushCmd) Run(ctx context.Context, c *cli) error {
+	if x.Remove {
+		return x.remove(ctx)
+	}
 	cl, own, far, err := x.open(ctx, c, x.Store)
 	if err != nil {
 		return err
@@ -108,6 +112,25 @@ func getLayer(ctx context.Context, cl *client.Client, ref, claim string) (*dsecv
 		return nil, client.Wrap(err)
 	}
 	return r.Msg, nil
+}
+
+func (x *layerPushCmd) remove(ctx context.Context) error {
+	if err := existing(x.Store); err != nil {
+		return err
+	}
+	far, err := openStores([]string{x.Store}, "")
+	if err != nil {
+		return err
+	}
+	kind := layer.PushedLayer
+	if x.Env {
+		kind = layer.PushedEnvironment
+	}
+	if err := layer.RemovePushed(ctx, far, kind, x.Ref); err != nil {
+		return err
+	}
+	fmt.Fprintf(os.Stderr, "removed %s from %s\n", x.Ref, x.Store)
+	return nil
 }
 
 func pushedLayer(ctx context.Context, cl *client.Client, ref string, p *layer.Pushed) error {

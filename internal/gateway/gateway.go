@@ -151,6 +151,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.Handle(dsecv1connect.NewLayerServiceHandler(layers{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewImageServiceHandler(images{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewIamServiceHandler(keys{g: g}, opts...))
+	mux.HandleFunc("GET "+garbagePath, g.garbage)
 	mux.HandleFunc("GET /v1/files/{sandbox}", g.readFile)
 	mux.HandleFunc("PUT /v1/files/{sandbox}", g.writeFile)
 	mux.HandleFunc("GET /v1/trees/{sandbox}", g.readTree)
@@ -213,7 +214,7 @@ func (g *Gateway) guard(ctx context.Context, path string, h http.Header) (contex
 	if strings.HasPrefix(path, "/"+dsecv1connect.InfoServiceName+"/") || path == "/healthz" || path == "/readyz" || path == "/metrics" && g.cfg.OpenMetrics {
 		return ctx, nil
 	}
-	if path == "/metrics" {
+	if path == "/metrics" || path == garbagePath {
 		return ctx, g.operator(ctx, keyOf(h))
 	}
 	return g.admit(ctx, keyOf(h), h.Get(rpc.HeaderProject))
@@ -223,7 +224,7 @@ func (g *Gateway) guard(ctx context.Context, path string, h http.Header) (contex
 func (g *Gateway) operator(ctx context.Context, secret string) error {
 	id, err := g.keys.Verify(ctx, secret)
 	if err == nil && id.Project != iam.DefaultProject {
-		err = fmt.Errorf("metrics tell of all projects: want a key of project %s, not of %.200s (or a gateway with --open-metrics): %w", iam.DefaultProject, id.Project, sandbox.ErrDenied)
+		err = fmt.Errorf("metrics and garbage tell of all projects: want a key of project %s, not of %.200s (for metrics alone: or a gateway with --open-metrics): %w", iam.DefaultProject, id.Project, sandbox.ErrDenied)
 	}
 	return err
 }
