@@ -197,6 +197,7 @@ func (b *builder) step(ctx context.Context, n int, s *Step) error {
 	if s.Copy != "" {
 		var err error
 		if t, err = openTree(b.f.dir, s); err == nil {
+			defer t.close()
 			copied, err = t.hash()
 		}
 		if err != nil {

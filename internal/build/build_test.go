@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -95,6 +96,76 @@ func TestCacheNames(t *testing.T) {
 			t.Errorf("%s gives the name of %s", what, other)
 		}
 		seen[n] = what
+	}
+}
+
+// A folder that somebody else wrote copies nothing from outside of it, whatever its links say, and is no reason to wait.
+func TestHostileTrees(t *testing.T) {
+	dir, outside := t.TempDir(), t.TempDir()
+	secret := filepath.Join(outside, "secret")
+	os.WriteFile(secret, []byte("mine"), 0o600)
+	os.MkdirAll(filepath.Join(dir, "src/sub"), 0o755)
+	os.WriteFile(filepath.Join(dir, "src/sub/a"), []byte("1"), 0o644)
+	for name, to := range map[string]string{"file": secret, "folder": outside, "up": "..", "rel": "../" + filepath.Base(outside) + "/secret", "loop": "loop",
+		"src/in": secret, "src/sub/up": "../../..", "inside": "src"} {
+		if err := os.Symlink(to, filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := syscall.Mkfifo(filepath.Join(dir, "fifo"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"file", "folder", "folder/secret", "up", "rel", "loop", "fifo", "src/in", "src/sub/up"} {
+		if tr, err := openTree(dir, &Step{Copy: name, To: "/w/"}); err == nil {
+			h, err := tr.hash()
+			t.Errorf("%s was opened: %s %v", name, h, err)
+		}
+	}
+	// Links in a folder are copied as links; one that leads to a folder beside the build file is followed.
+	for _, name := range []string{"src", "inside"} {
+		tr, err := openTree(dir, &Step{Copy: name, To: "/w"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var b bytes.Buffer
+		if err := tr.write(&b, 0, 0); err != nil || bytes.Contains(b.Bytes(), []byte("mine")) {
+			t.Errorf("%s: %v, or what is outside", name, err)
+		}
+		var got []string
+		for r := tar.NewReader(&b); ; {
+			h, err := r.Next()
+			if err != nil {
+				break
+			}
+			got = append(got, h.Name+" "+h.Linkname)
+		}
+		if d := cmp.Diff([]string{"in " + secret, "sub/ ", "sub/a ", "sub/up ../../.."}, got); d != "" {
+			t.Errorf("%s: %s", name, d)
+		}
+		// What turns into a link, or into what is waited for, between two looks is not read either.
+		a := filepath.Join(dir, "src/sub/a")
+		before, err := tr.hash()
+		if err != nil {
+			t.Fatal(err)
+		}
+		os.Remove(a)
+		os.Symlink(secret, a)
+		if f, err := tr.open("sub/a"); err == nil {
+			f.Close()
+			t.Error("a link to what is outside was opened")
+		}
+		os.Remove(a)
+		syscall.Mkfifo(a, 0o644)
+		if f, err := tr.open("sub/a"); err == nil {
+			f.Close()
+			t.Error("a FIFO was opened")
+		}
+		os.Remove(a)
+		os.WriteFile(a, []byte("1"), 0o644)
+		if after, err := tr.hash(); err != nil || after != before {
+			t.Error("another hash of the same tree")
+		}
+		tr.close()
 	}
 }
 

@@ -11,28 +11,62 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
+	"syscall"
 )
 
-// tree is what a copy step copies: one file under another name, or all below a folder.
+// tree is what a copy step copies: one file under another name, or all below a folder. Whatever links say, now or later, nothing outside
+// of the build file's folder is read: who builds may not be who wrote the folder.
 type tree struct {
-	root    string
-	single  string // name of the one file
+	root    *os.Root // the folder that is copied, or the one file's build folder
+	file    string   // the one file, in root
+	single  string   // name that it gets
 	exclude []string
 }
 
 func openTree(dir string, s *Step) (*tree, error) {
-	t := &tree{root: filepath.Join(dir, s.Copy), exclude: s.Exclude}
-	info, err := os.Stat(t.root)
+	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return nil, err
 	}
-	if !info.IsDir() {
-		t.single = path.Base(filepath.ToSlash(s.Copy))
+	t := &tree{root: root, exclude: s.Exclude}
+	info, err := root.Stat(s.Copy)
+	switch {
+	case err != nil:
+		err = fmt.Errorf("copy %s: %w (links that leave the build file's folder are not followed)", s.Copy, err)
+	case info.IsDir():
+		t.root, err = root.OpenRoot(s.Copy)
+		root.Close()
+		root = t.root
+	case !info.Mode().IsRegular():
+		err = fmt.Errorf("copy %s: is neither file, folder nor link", s.Copy)
+	default:
+		t.file, t.single = s.Copy, path.Base(filepath.ToSlash(s.Copy))
 		if !strings.HasSuffix(s.To, "/") {
 			t.single = path.Base(s.To)
 		}
 	}
+	if err != nil {
+		if root != nil {
+			root.Close()
+		}
+		return nil, err
+	}
 	return t, nil
+}
+
+func (t *tree) close() error { return t.root.Close() }
+
+// open opens a regular file of the tree. One that was replaced by something else since is refused, and never waited for.
+func (t *tree) open(file string) (*os.File, error) {
+	f, err := t.root.OpenFile(file, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		f.Close()
+		return nil, fmt.Errorf("copy %s: changed meanwhile", file)
+	}
+	return f, nil
 }
 
 // folder is where the tree is unpacked.
@@ -58,21 +92,19 @@ func (t *tree) left(rel string) bool {
 // walk calls each for every entry in order of names.
 func (t *tree) walk(each func(file, name string, info fs.FileInfo) error) error {
 	if t.single != "" {
-		info, err := os.Stat(t.root)
+		info, err := t.root.Stat(t.file)
+		if err == nil && !info.Mode().IsRegular() {
+			err = fmt.Errorf("copy %s: changed meanwhile", t.file)
+		}
 		if err != nil {
 			return err
 		}
-		return each(t.root, t.single, info)
+		return each(t.file, t.single, info)
 	}
-	return filepath.WalkDir(t.root, func(p string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return err
-		}
-		rel, err := filepath.Rel(t.root, p)
+	return fs.WalkDir(t.root.FS(), ".", func(rel string, d fs.DirEntry, err error) error {
 		if err != nil || rel == "." {
 			return err
 		}
-		rel = filepath.ToSlash(rel)
 		if t.left(rel) {
 			if d.IsDir() {
 				return filepath.SkipDir
@@ -84,9 +116,9 @@ func (t *tree) walk(each func(file, name string, info fs.FileInfo) error) error 
 			return err
 		}
 		if k := info.Mode().Type(); k != 0 && k != fs.ModeDir && k != fs.ModeSymlink {
-			return fmt.Errorf("copy %s: is neither file, folder nor link", p)
+			return fmt.Errorf("copy %s: is neither file, folder nor link", rel)
 		}
-		return each(p, rel, info)
+		return each(rel, rel, info)
 	})
 }
 
@@ -97,11 +129,11 @@ func (t *tree) hash() (string, error) {
 		fmt.Fprintf(h, "%q %o %d\n", name, info.Mode(), info.Size())
 		switch {
 		case info.Mode()&fs.ModeSymlink != 0:
-			target, err := os.Readlink(file)
+			target, err := t.root.Readlink(file)
 			fmt.Fprintf(h, "%q\n", target)
 			return err
 		case info.Mode().IsRegular():
-			f, err := os.Open(file)
+			f, err := t.open(file)
 			if err != nil {
 				return err
 			}
@@ -124,7 +156,7 @@ func (t *tree) write(w io.Writer, uid, gid int) error {
 		target := ""
 		var err error
 		if info.Mode()&fs.ModeSymlink != 0 {
-			if target, err = os.Readlink(file); err != nil {
+			if target, err = t.root.Readlink(file); err != nil {
 				return err
 			}
 		}
@@ -139,7 +171,7 @@ func (t *tree) write(w io.Writer, uid, gid int) error {
 		if err := tw.WriteHeader(h); err != nil || !info.Mode().IsRegular() {
 			return err
 		}
-		f, err := os.Open(file)
+		f, err := t.open(file)
 		if err != nil {
 			return err
 		}
