@@ -183,7 +183,7 @@ func (s *Spec) Validate() error {
 	if err := CheckPath("cwd", s.Cwd); err != nil {
 		return err
 	}
-	if !labelPattern.MatchString(s.Hostname) {
+	if !isLabel(s.Hostname) {
 		return fmt.Errorf("hostname %.80q: want a DNS label: %w", s.Hostname, ErrInvalid)
 	}
 	if s.Network != NetworkNone && s.Network != NetworkOpen {
@@ -284,7 +284,7 @@ func CheckProject(p string) error {
 		return fmt.Errorf("project %.80q: at most 8 levels: %w", p, ErrInvalid)
 	}
 	for _, l := range parts {
-		if !labelPattern.MatchString(l) {
+		if !isLabel(l) {
 			return fmt.Errorf("project %.80q: want DNS labels joined by /: %w", p, ErrInvalid)
 		}
 	}

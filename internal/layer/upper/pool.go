@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"sort"
@@ -277,11 +276,22 @@ func probeFull(u Upper) error {
 	return fmt.Errorf("a limit of %d octets does not hold: %w", probeLimit, sandbox.ErrUnsupported)
 }
 
-var idPattern = regexp.MustCompile(`^[a-z0-9][a-z0-9.-]{0,100}$`)
+// isID is ^[a-z0-9][a-z0-9.-]{0,100}$.
+func isID(s string) bool {
+	if len(s) < 1 || len(s) > 101 || s[0] == '.' || s[0] == '-' {
+		return false
+	}
+	for i := range len(s) {
+		if c := s[i]; (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '.' && c != '-' {
+			return false
+		}
+	}
+	return true
+}
 
 // CheckID checks an upper's name: that of its sandbox.
 func CheckID(id string) error {
-	if !idPattern.MatchString(id) {
+	if !isID(id) {
 		return fmt.Errorf("upper %.80q: want a-z, 0-9, - and .: %w", id, sandbox.ErrInvalid)
 	}
 	return nil
