@@ -868,18 +868,34 @@ struct user {
 	u32 groups[MAX_GROUPS];
 };
 
+// stamp tells one state of a file from another.
+struct stamp { u64 dev, ino, size; i64 ms, cs; u32 mn, cn; };
+
+static void stamp_of(const struct statx *st, struct stamp *t)
+{
+	memset(t, 0, sizeof *t);
+	t->dev = (u64)st->stx_dev_major << 32 | st->stx_dev_minor;
+	t->ino = st->stx_ino;
+	t->size = st->stx_size;
+	t->ms = st->stx_mtime.tv_sec;
+	t->mn = st->stx_mtime.tv_nsec;
+	t->cs = st->stx_ctime.tv_sec;
+	t->cn = st->stx_ctime.tv_nsec;
+}
+
 static u64 slurped; // octets that the last slurp wrote
 
-// slurp reads a file of the image. NULL: absent, not regular, or unreadable.
-static char *slurp(const char *path)
+// slurp reads a file of the image; t is what it was before. NULL: absent, not regular, or unreadable.
+static char *slurp(const char *path, struct stamp *t)
 {
 	struct statx st;
 	i64 fd = resolve(AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY, RESOLVE_NO_MAGICLINKS);
 	if (fd < 0)
 		return NULL;
 	char *b = NULL;
-	if (sys5(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG)
+	if (sys5(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG)
 		goto out;
+	stamp_of(&st, t);
 	static char *file; // one at a time
 	if (!file)
 		file = mapped(FILE_MAX + 1);
@@ -958,7 +974,6 @@ static int member(char *l, const char *name)
 
 // A user that was found, for as long as the files that tell of it are the same ones: most commands of a sandbox are one user's, and the
 // files cost two opens and the reading. Of files that changed a moment ago a next change may not show; those are read each time.
-struct stamp { u64 dev, ino, size; i64 ms, cs; u32 mn, cn; };
 static struct {
 	u32 set;
 	char want[64], name[64], home[256];
@@ -971,14 +986,7 @@ static int stamp(const char *path, struct stamp *t)
 	struct statx st;
 	if (sys5(__NR_statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, STATX_BASIC_STATS, &st) < 0 || (st.stx_mode & S_IFMT) != S_IFREG)
 		return -1;
-	memset(t, 0, sizeof *t);
-	t->dev = (u64)st.stx_dev_major << 32 | st.stx_dev_minor;
-	t->ino = st.stx_ino;
-	t->size = st.stx_size;
-	t->ms = st.stx_mtime.tv_sec;
-	t->mn = st.stx_mtime.tv_nsec;
-	t->cs = st.stx_ctime.tv_sec;
-	t->cn = st.stx_ctime.tv_nsec;
+	stamp_of(&st, t);
 	return 0;
 }
 static int stamps(struct stamp *t)
@@ -992,13 +1000,15 @@ static void copy_user(struct user *to, const struct user *from)
 
 static int look_up(struct user *u, char *want);
 
+static struct stamp seen[2]; // of the files as look_up read them; ino 0: it did not
+
 static int find_user(struct user *u, char *want)
 {
-	struct stamp now[2];
 	u64 n = strlen(want) + 1;
-	if (n > sizeof last.want || stamps(now) < 0)
+	if (n > sizeof last.want)
 		return look_up(u, want);
-	if (last.set && eq(want, last.want) && !memcmp(now, last.files, sizeof now)) {
+	struct stamp now[2];
+	if (last.set && eq(want, last.want) && stamps(now) == 0 && !memcmp(now, last.files, sizeof now)) {
 		copy_user(u, &last.u);
 		return 0;
 	}
@@ -1007,12 +1017,11 @@ static int find_user(struct user *u, char *want)
 	if (look_up(u, want) < 0)
 		return -1;
 	last.set = 0;
-	struct stamp then[2];
 	struct { i64 s, n; } t;
-	if (sys2(__NR_clock_gettime, 0 /* CLOCK_REALTIME */, &t) < 0 || stamps(then) < 0 || memcmp(now, then, sizeof now))
+	if (!seen[0].ino || !seen[1].ino || sys2(__NR_clock_gettime, 0 /* CLOCK_REALTIME */, &t) < 0)
 		return 0;
 	for (int i = 0; i < 2; i++)
-		if (now[i].ms > t.s - 3 || now[i].cs > t.s - 3)
+		if (seen[i].ms > t.s - 3 || seen[i].cs > t.s - 3)
 			return 0;
 	if (strlen(u->home) >= sizeof last.home || (u->name && strlen(u->name) >= sizeof last.name))
 		return 0;
@@ -1021,7 +1030,7 @@ static int find_user(struct user *u, char *want)
 	if (u->name)
 		last.u.name = memcpy(last.name, u->name, strlen(u->name) + 1);
 	memcpy(last.want, asked, n);
-	memcpy(last.files, now, sizeof now);
+	memcpy(last.files, seen, sizeof seen);
 	last.set = 1;
 	return 0;
 }
@@ -1029,6 +1038,7 @@ static int find_user(struct user *u, char *want)
 static int look_up(struct user *u, char *want)
 {
 	char *group = NULL, *f[7], *p;
+	memset(seen, 0, sizeof seen);
 	u->uid = u->gid = u->ngroups = 0;
 	u->name = NULL;
 	u->home = "/";
@@ -1041,7 +1051,7 @@ static int look_up(struct user *u, char *want)
 	if (!*want)
 		want = "0";
 	i64 id = number(want);
-	char *passwd = slurp("/etc/passwd");
+	char *passwd = slurp("/etc/passwd", &seen[0]);
 	int found = 0;
 	// A name goes before a number, as for chown(1): a user may be called 1000.
 	for (int pass = 0; pass < 2 && passwd && !found; pass++) {
@@ -1093,7 +1103,7 @@ static int look_up(struct user *u, char *want)
 		say("user "), sayq(want), say(":: the group is empty");
 		return -1;
 	}
-	char *groups = group || u->name ? slurp("/etc/group") : NULL;
+	char *groups = group || u->name ? slurp("/etc/group", &seen[1]) : NULL;
 	int got = 0;
 	for (p = groups; p && *p;) {
 		if (!row(&p, f, 4))
