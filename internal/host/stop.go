@@ -65,9 +65,16 @@ func (h *Host) finish(b *box) {
 	}
 	b.closeFiles()
 	b.traceLast()
-	used := b.lastStats(inst)
+	teller, tells := inst.(interface{ Used() *sandbox.Stats }) // which saves it the question
+	var used *sandbox.Stats
+	if !tells {
+		used = b.lastStats(inst)
+	}
 	if inst != nil && !h.destroy(b, inst) {
 		return
+	}
+	if tells {
+		used = teller.Used()
 	}
 	b.quiet()
 	var ends map[string]sandbox.Outcome

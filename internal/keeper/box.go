@@ -63,7 +63,8 @@ type box struct {
 	cause     *sandbox.Cause // set at the end
 	causeOut  outState
 	timers    map[DeadlineKind]*time.Timer
-	removed   bool // Destroy has begun: nothing is sent any more
+	removed   bool      // Destroy has begun: nothing is sent any more
+	used      Destroyed // what Destroy tells of use, once nothing runs
 	wait      sync.WaitGroup
 }
 
@@ -447,24 +448,28 @@ func (b *box) setDeadline(kind DeadlineKind, at time.Time, cause sandbox.Cause) 
 }
 
 // destroy ends a sandbox and removes everything of it.
-func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) ([]CommandEnd, error) {
+func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) (end Destroyed, err error) {
 	b, err := k.box(id)
 	if errors.Is(err, sandbox.ErrNotFound) {
-		return nil, nil
+		return end, nil
 	}
 	if err != nil {
-		return nil, err
+		return end, err
 	}
 	b.abort()
 	select {
 	case <-b.settled:
 	case <-ctx.Done():
-		return nil, fmt.Errorf("destroy %s: its birth does not end: %w", id, ctx.Err())
+		return end, fmt.Errorf("destroy %s: its birth does not end: %w", id, ctx.Err())
 	}
 	if err := k.remove(ctx, b); err != nil {
-		return nil, err
+		return end, err
 	}
-	return b.killedEnds(), nil
+	b.mu.Lock()
+	end = b.used
+	b.mu.Unlock()
+	end.Ends = b.killedEnds()
+	return end, nil
 }
 
 // maxEnds bounds an answer.
@@ -506,6 +511,9 @@ func (k *Keeper) remove(ctx context.Context, b *box) error {
 		}
 	}
 	b.mu.Lock()
+	if b.ready && b.nextNum > 1 && !b.used.Ran {
+		b.used = Destroyed{Ran: true, CPU: b.grp.allCPU(), Peak: b.grp.peak()}
+	}
 	var streams []*stream
 	for _, c := range b.cmds {
 		streams = append(streams, c.streams()...)

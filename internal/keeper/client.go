@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/calm"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
 )
@@ -69,7 +70,11 @@ func Dial(ctx context.Context, dir string, o DialOptions) (*Client, error) {
 }
 
 // NewClient greets the keeper at the far end of a connection, which it owns from now on.
-func NewClient(ctx context.Context, c *net.UnixConn, o DialOptions) (*Client, error) {
+func NewClient(ctx context.Context, u *net.UnixConn, o DialOptions) (*Client, error) {
+	c, err := calm.From(u)
+	if err != nil {
+		return nil, fmt.Errorf("keeper: connection: %w", err)
+	}
 	cl := &Client{conn: newConn(c), handler: o.Handler, calls: map[uint64]chan response{}, queues: map[sandbox.ID]*eventQueue{}}
 	cl.ctx, cl.cancel = context.WithCancelCause(context.Background())
 	cl.wg.Add(1)
@@ -163,9 +168,23 @@ func (c *Client) Destroy(ctx context.Context, id sandbox.ID) error {
 
 // DestroyTelling is Destroy that answers how the commands ended that still ran; no event tells of them.
 func (c *Client) DestroyTelling(ctx context.Context, id sandbox.ID) ([]CommandEnd, error) {
-	var r destroyResponse
+	end, err := c.End(ctx, id)
+	return end.Ends, err
+}
+
+// End is Destroy that tells all that only the end of a sandbox knows.
+func (c *Client) End(ctx context.Context, id sandbox.ID) (Destroyed, error) {
+	var r Destroyed
 	err := c.do(ctx, opDestroy, &boxRequest{id}, &r)
-	return r.Ends, err
+	return r, err
+}
+
+// Destroyed is what the end of a sandbox told. It is empty for one that was gone already.
+type Destroyed struct {
+	Ends []CommandEnd // of commands that still ran; no event tells of them
+	Ran  bool         // a process was started in the sandbox, and the fields below are known
+	CPU  time.Duration
+	Peak int64 // of memory, octets, as in sandbox.Stats
 }
 
 // CommandEnd is the end of a command that its sandbox's end caused.
@@ -173,8 +192,6 @@ type CommandEnd struct {
 	Command string
 	Outcome sandbox.Outcome
 }
-
-type destroyResponse struct{ Ends []CommandEnd }
 
 // List returns every sandbox the keeper holds, ended ones too until Destroy.
 func (c *Client) List(ctx context.Context) ([]Alive, error) {

@@ -76,7 +76,7 @@ type frame struct {
 
 // conn is one end of the stream. Reads belong to one goroutine, writes may come from any.
 type conn struct {
-	c   *net.UnixConn
+	c   socket
 	in  []byte // unread octets are in[r:w]
 	r   int
 	w   int
@@ -87,7 +87,14 @@ type conn struct {
 	out []byte
 }
 
-func newConn(c *net.UnixConn) *conn {
+// socket is a calm.Conn, or a net.UnixConn for what is said once.
+type socket interface {
+	io.WriteCloser
+	ReadMsgUnix(b, oob []byte) (n, oobn, flags int, addr *net.UnixAddr, err error)
+	WriteMsgUnix(b, oob []byte, addr *net.UnixAddr) (n, oobn int, err error)
+}
+
+func newConn(c socket) *conn {
 	return &conn{c: c, in: make([]byte, 32<<10), oob: make([]byte, unix.CmsgSpace(4*maxFDs*4))}
 }
 

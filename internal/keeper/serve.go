@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/calm"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
 )
@@ -62,10 +63,15 @@ func (k *Keeper) serve(ctx context.Context, l *net.UnixListener) {
 			c.Close()
 			continue
 		}
+		cc, err := calm.From(c)
+		if err != nil {
+			k.log.Error("take a connection", "err", err)
+			continue
+		}
 		if old != nil {
 			old.end()
 		}
-		n := &link{k: k, c: newConn(c), slots: make(chan struct{}, maxRequests), cancels: map[uint64]context.CancelFunc{},
+		n := &link{k: k, c: newConn(cc), slots: make(chan struct{}, maxRequests), cancels: map[uint64]context.CancelFunc{},
 			queued: map[*box]bool{}, inflight: map[uint64]flight{}, wake: make(chan struct{}, 1)}
 		n.ctx, n.cancel = context.WithCancel(ctx)
 		n.work.Add(1)
@@ -266,11 +272,11 @@ func (l *link) handleBox(ctx context.Context, f frame) (resp any, fds []int, err
 		if err := decodeValue(f.body, &r); err != nil {
 			return nil, nil, err
 		}
-		ends, err := k.destroy(ctx, r.Box)
-		if err != nil || len(ends) == 0 {
+		end, err := k.destroy(ctx, r.Box)
+		if err != nil || len(end.Ends) == 0 && !end.Ran {
 			return nil, nil, err
 		}
-		return &destroyResponse{ends}, nil, nil
+		return &end, nil, nil
 	case opStart:
 		var r startRequest
 		b, err := l.decodeFor(f, &r, func() sandbox.ID { return r.Box })

@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/calm"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -88,7 +89,7 @@ func listenUnix(path string) (net.Listener, error) {
 		l.Close()
 		return nil, fmt.Errorf("listen on %s: %w", path, err)
 	}
-	return &unixListener{Listener: l, path: path, made: st}, nil
+	return &unixListener{Listener: calm.Listener{Listener: l}, path: path, made: st}, nil
 }
 
 // unixListener removes its socket when closed, unless another one lies there by then.

@@ -51,6 +51,7 @@ var ranks = []struct {
 	rank   int
 }{
 	{"api/", 0},
+	{"internal/calm", 1},
 	{"internal/sandbox", 1},
 	{"internal/sandbox/sandboxtest", 2},
 	{"internal/store", 2},

@@ -217,14 +217,17 @@ func (x *instance) endProcesses(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ends, err := c.DestroyTelling(ctx, x.id)
-	if len(ends) > 0 {
-		x.mu.Lock()
+	end, err := c.End(ctx, x.id)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if len(end.Ends) > 0 {
 		x.ends = map[string]sandbox.Outcome{}
-		for _, e := range ends {
+		for _, e := range end.Ends {
 			x.ends[e.Command] = e.Outcome
 		}
-		x.mu.Unlock()
+	}
+	if end.Ran {
+		x.used = &sandbox.Stats{CPU: end.CPU, MemoryPeak: end.Peak, Disk: -1}
 	}
 	return err
 }

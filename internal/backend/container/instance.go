@@ -54,6 +54,7 @@ type instance struct {
 	state  instanceState
 	frozen bool
 	ends   map[string]sandbox.Outcome // of commands that Destroy ended
+	used   *sandbox.Stats             // as Destroy found it
 
 	tracing *tracing // nil: not traced
 	groups  string   // folder of its groups of the v2 tree; "" from a keeper that does not tell
@@ -76,6 +77,14 @@ func (x *instance) Ends() map[string]sandbox.Outcome {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.ends
+}
+
+// Used is what the sandbox had used when Destroy had ended all in it: its CPU time and its memory's maximum. Nil where nothing ran, or
+// where Destroy found nothing of it any more.
+func (x *instance) Used() *sandbox.Stats {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.used
 }
 
 func (x *instance) setState(s instanceState) {

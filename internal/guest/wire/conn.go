@@ -4,18 +4,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"os"
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/dsec-dev/dsec/internal/calm"
 )
 
 func closeFD(fd int) { _ = syscall.Close(fd) }
 
 // Conn carries frames over a Unix stream socket. ReadFrame is for one goroutine at a time; WriteFrame for any number.
 type Conn struct {
-	c   *net.UnixConn
+	c   *calm.Conn
 	max int // octets of a body that is read
 
 	// Read side. buf is small: most frames of a guest fit, and a thousand idle sandboxes have one each.
@@ -35,21 +35,11 @@ func NewHostConn(fd int) (*Conn, error) { return newConn(fd, MaxToHost) }
 func NewGuestConn(fd int) (*Conn, error) { return newConn(fd, MaxToGuest) }
 
 func newConn(fd, max int) (*Conn, error) {
-	f := os.NewFile(uintptr(fd), "guest stream")
-	if f == nil {
-		return nil, fmt.Errorf("guest stream: bad descriptor %d", fd)
-	}
-	c, err := net.FileConn(f) // dups
-	f.Close()
+	c, err := calm.New(fd)
 	if err != nil {
 		return nil, fmt.Errorf("guest stream: %w", err)
 	}
-	u, ok := c.(*net.UnixConn)
-	if !ok {
-		c.Close()
-		return nil, fmt.Errorf("guest stream: not a Unix socket")
-	}
-	return &Conn{c: u, max: max}, nil
+	return &Conn{c: c, max: max}, nil
 }
 
 // Pair returns a new connection for the host and a descriptor (close on exec) for the guest's end.
