@@ -47,7 +47,8 @@ const (
 	keptCallGroups = 64
 	// dirtyCall is how much page cache a group may keep charged: one with more is given up, so that it does not stand in the way of a
 	// small limit.
-	dirtyCall = 64 << 20
+	dirtyCall   = 64 << 20
+	callAdvance = 512 << 10
 )
 
 func newCallGroups(k *Keeper) *callGroups { return &callGroups{k: k} }
@@ -110,7 +111,7 @@ func (p *callGroups) remove(g *callGroup) {
 	dir := group{g: c, class: classLS, id: g.name}
 	err := rmdirRetry(dir.v2(), end)
 	for _, ctrl := range g.controllers() {
-		writeFile(dir.v1(ctrl)+"/memory.force_empty", "0") // else its page cache keeps it; of the other controllers there is none
+		// Page cache that is charged to it keeps what the kernel has of it, until that is reclaimed; to empty it here would take long.
 		if e := rmdirRetry(dir.v1(ctrl), end); e != nil && err == nil {
 			err = e
 		}
@@ -304,7 +305,8 @@ func (g *callGroup) figures(e *CallEnd) {
 	}
 	e.Memory = -1
 	if v, err := preadNumber(g.peak); err == nil {
-		e.Memory = max(0, v-g.base.usage)
+		// Of what was charged before, half a MiB may be the kernel's advance for this call.
+		e.Memory = max(0, v-max(0, g.base.usage-callAdvance))
 	}
 }
 
