@@ -233,14 +233,14 @@ func (b *blob) ready(off int64, n int) bool {
 func (b *blob) check(i int) []byte {
 	b.mu.Lock()
 	b.openFiles()
-	claimed := b.state[i] == present && b.file != nil
+	claimed := b.state[i] != absent && b.file != nil // verified: of a file that is complete, and was opened just now
 	b.mu.Unlock()
 	if !claimed {
 		return nil
 	}
 	buf := make([]byte, b.data.unitLen(i))
 	b.mu.RLock()
-	claimed = b.state[i] == present && b.file != nil
+	claimed = b.state[i] != absent && b.file != nil
 	var err error
 	if claimed {
 		_, err = b.file.ReadAt(buf, int64(i)*UnitSize)
@@ -252,16 +252,19 @@ func (b *blob) check(i int) []byte {
 	good := err == nil && b.verify(i, buf)
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.state[i] != present {
-		return nil
-	}
 	if good {
-		b.state[i] = verified
-		b.finish()
+		if b.state[i] == present {
+			b.state[i] = verified
+			b.finish()
+		}
 		return buf
 	}
-	b.s.metrics.rotten.Add(1)
-	b.drop(i)
+	if b.state[i] == present {
+		b.s.metrics.rotten.Add(1)
+		b.drop(i)
+	} else if b.state[i] == verified {
+		b.s.metrics.rotten.Add(1) // of a complete file, which is never changed: EROFS may have it open
+	}
 	return nil
 }
 
@@ -391,6 +394,25 @@ func (b *blob) empty() bool {
 	os.Remove(b.path(".data"))
 	b.closeCache()
 	return true
+}
+
+// rest closes the cache files of a blob that nobody has open and that was not used since the given time: a host sees more layers than it
+// may have descriptors. The next read opens them, and compares what it reads again.
+func (b *blob) rest(since time.Time) {
+	if b.opens.Load() > 0 || b.used.Load() > since.UnixNano() {
+		return
+	}
+	b.flightMu.Lock()
+	busy := len(b.flights) > 0 || b.ahead
+	b.flightMu.Unlock()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if busy || b.file == nil || len(b.held) > 0 {
+		return
+	}
+	clear(b.state)
+	b.kept, b.complete = 0, false
+	b.closeCache()
 }
 
 func (b *blob) closeCache() {

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -428,5 +429,57 @@ func TestReadsAreRightUnderAllTroubles(t *testing.T) {
 	}
 	for i := range data {
 		same(t, files[i], contents[i])
+	}
+}
+
+// Blobs that nobody uses have no files open, however many a host has seen; what the cache has of them is served again without a fetch.
+func TestThousandsOfBlobs(t *testing.T) {
+	st := newTrouble()
+	const count = 1500
+	var data []Data
+	content := func(i int) []byte { return random(8192+i, uint64(1000+i)) }
+	for i := range count {
+		data = append(data, st.add(content(i)))
+	}
+	r := newRig(t, st, func(c *Config) { c.Deadline = 20 * time.Second })
+	use := func(i int) {
+		f, err := r.client.OpenSeen(t.Context(), r.mount, data[i])
+		do(t, err)
+		defer f.Close()
+		same(t, f, content(i))
+	}
+	files := func() (n int) {
+		entries, err := os.ReadDir("/proc/self/fd")
+		do(t, err)
+		for _, e := range entries {
+			if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && strings.HasPrefix(to, r.cfg.CacheDir) {
+				n++
+			}
+		}
+		return n
+	}
+	for i := range count {
+		use(i)
+	}
+	before, err := r.client.Stats(t.Context())
+	do(t, err)
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		for _, b := range r.server.all() {
+			b.closeIdle(time.Now())
+			b.rest(time.Now())
+		}
+		if n := files(); n <= 1 { // the lock
+			break
+		} else if time.Now().After(end) {
+			t.Fatalf("%d files of the cache are open", n)
+		}
+	}
+	for i := range count {
+		use(i)
+	}
+	after, err := r.client.Stats(t.Context())
+	do(t, err)
+	if after.Fetched != before.Fetched || after.Failed+after.CacheFails != 0 || after.Cached != before.Cached+before.Held {
+		t.Errorf("before %+v, after %+v", before, after)
 	}
 }

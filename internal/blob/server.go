@@ -484,6 +484,7 @@ func (s *Server) look(ctx context.Context) {
 		if n%240 == 0 {
 			for _, b := range s.all() {
 				b.closeIdle(time.Now().Add(-sourceIdle))
+				b.rest(time.Now().Add(-sourceIdle))
 			}
 		}
 	}
