@@ -442,3 +442,18 @@ func connectionOf(e event) (c Connection, ok bool) {
 	}
 	return c, true
 }
+
+// Probe loads and detaches all programs: the errors say why processes, or what only a full watch tells, can't be told here.
+func Probe(log *slog.Logger) (light, full error) {
+	k, err := Open(log)
+	if err != nil {
+		return err, err
+	}
+	k.mu.Lock()
+	k.attachFull()
+	k.mu.Unlock()
+	if why := k.Full(); why != "" {
+		full = fmt.Errorf("trace: %s: %w", why, sandbox.ErrUnsupported)
+	}
+	return k.Close(), full
+}

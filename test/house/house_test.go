@@ -61,6 +61,7 @@ var ranks = []struct {
 	{"internal/guest", 2},
 	{"internal/placement", 2},
 	{"internal/replay", 2},
+	{"internal/trace", 2},
 	{"internal/density", 2},
 	{"internal/compat", 1},
 	{"internal/layer", 3},

@@ -70,6 +70,7 @@ func Doctor(ctx context.Context, stateDir string) []Check {
 	d.network()
 	d.uppers()
 	d.limits()
+	d.trace()
 	d.tools()
 	return d.checks
 }
