@@ -223,7 +223,9 @@ func (pl *planner) record(r *trajectory.Record) error {
 		}
 	case *dsecv1.ResizeRequest, *dsecv1.SetLifetimeRequest, *dsecv1.Job, *dsecv1.Restored, *dsecv1.Recalled:
 	default:
-		pl.start(r, t)
+		if r.Kind == trajectory.KindStepStart { // else it tells of something, and is none
+			pl.start(r, t)
+		}
 	}
 	return nil
 }

@@ -280,6 +280,57 @@ func TestRotInPackedSegment(t *testing.T) {
 	}
 }
 
+// What rots in a packed segment that the store has, be it header, block, index or footer, costs nothing.
+func TestRotInStoredSegment(t *testing.T) {
+	ctx := context.Background()
+	fs, st := crashfs.New(3), &memStore{all: map[string][]byte{}}
+	c := storeConfig(fs, st)
+	l := open(t, c)
+	want := fill(t, l, 1, 100)["0"]
+	if err := l.Maintain(ctx); err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	const name = "00000002.log"
+	f, err := fs.Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	size, _ := f.Size()
+	f.Close()
+	fetched := 0
+	for at := int64(0); at < size; at += 97 {
+		f, err := fs.Open(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var b [1]byte
+		f.ReadAt(b[:], at)
+		b[0] ^= 0x20
+		f.WriteAt(b[:], at)
+		f.Close()
+		l := open(t, c)
+		got := readAll(t, l, "0")
+		if d := cmp.Diff(want, got); d != "" {
+			t.Fatalf("octet %d: %s", at, d)
+		}
+		l.Close()
+		if err := fs.Remove(name + ".damaged"); err == nil {
+			fetched++
+			continue
+		}
+		if f, err = fs.Open(name); err != nil { // a block: it was read through the store
+			t.Fatal(err)
+		}
+		b[0] ^= 0x20
+		f.WriteAt(b[:], at)
+		f.Close()
+	}
+	if fetched == 0 {
+		t.Fatal("no damage was found at the opening")
+	}
+}
+
 func TestStoreDurability(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx := context.Background()

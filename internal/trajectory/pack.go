@@ -225,9 +225,30 @@ func (p *packed) unpack(i int) ([]byte, error) {
 		return data, nil
 	}
 	k := &p.blocks[i]
+	here := k.at+k.stored > segmentHeaderLen+p.head.Far
+	b, err := p.stored(k, here)
+	if here && errors.Is(err, errTorn) && p.far != nil { // what rotted here may be whole in the store
+		if sound, ferr := p.stored(k, false); ferr == nil {
+			b, err = sound, nil
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if k.stored < k.len {
+		if b, err = p.cache.unpack(b, k.len); err != nil {
+			return nil, err
+		}
+	}
+	p.cache.put(p, i, b)
+	return b, nil
+}
+
+// stored reads a block as it is stored, here or in the store.
+func (p *packed) stored(k *block, here bool) ([]byte, error) {
 	b := make([]byte, k.stored)
 	from, at := io.ReaderAt(p.file), k.at-p.head.Far
-	if k.at+k.stored <= segmentHeaderLen+p.head.Far {
+	if !here {
 		var err error
 		if from, err = p.whole(); err != nil {
 			return nil, err
@@ -243,13 +264,6 @@ func (p *packed) unpack(i int) ([]byte, error) {
 	if crc32.Checksum(b, castagnoli) != k.crc {
 		return nil, errTorn
 	}
-	if k.stored < k.len {
-		var err error
-		if b, err = p.cache.unpack(b, k.len); err != nil {
-			return nil, err
-		}
-	}
-	p.cache.put(p, i, b)
 	return b, nil
 }
 

@@ -1,11 +1,13 @@
 package trajectory
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"io/fs"
 	"log/slog"
 	"slices"
 	"strconv"
@@ -86,7 +88,7 @@ func (l *Log) load() error {
 	torn := false
 	for _, num := range nums {
 		l.nextSeg = max(l.nextSeg, num+1)
-		if err := l.loadSegment(num, &torn); err != nil {
+		if err := l.loadSegment(num, &torn, false); err != nil {
 			return fmt.Errorf("segment %s: %w", segmentName(num), err)
 		}
 	}
@@ -104,8 +106,8 @@ func (l *Log) load() error {
 }
 
 // loadSegment loads one segment. torn is set from the first one whose end says nothing of a next: later ones that are not sealed
-// hold nothing that was ever synced.
-func (l *Log) loadSegment(num uint32, torn *bool) error {
+// hold nothing that was ever synced. again is set for one that was fetched from the store since it was damaged.
+func (l *Log) loadSegment(num uint32, torn *bool, again bool) error {
 	f, err := l.fs.Open(segmentName(num))
 	if err != nil {
 		return err
@@ -123,6 +125,9 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	s := &segment{num: num, disk: size, trajs: map[uint64]int64{}}
 	if isPacked(f) {
 		p, err := openPacked(f, size, l.cache, l.remote(num))
+		if errors.Is(err, errFormat) && !again && l.refetch(num) {
+			return l.loadSegment(num, torn, true)
+		}
 		if errors.Is(err, errFormat) {
 			l.log.Error("trajectory log: a packed segment is damaged and its records are lost; its file is left as it is", "segment", num, "err", err)
 			return nil
@@ -145,6 +150,9 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	foot, end, err := readFooter(f, size, &s.header)
 	if err != nil && !(s.packed && errors.Is(err, errTorn)) {
 		return err
+	}
+	if (foot == nil && s.packed || headErr != nil && !s.far) && !again && l.refetch(num) {
+		return l.loadSegment(num, torn, true)
 	}
 	if foot == nil && s.packed {
 		return l.loadPacked(s, f, &keep)
@@ -192,6 +200,71 @@ func (l *Log) loadSegment(num uint32, torn *bool) error {
 	l.segs[num] = s
 	keep = true
 	return l.seal(s)
+}
+
+// refetch replaces a damaged segment by the store's copy of it, where there is one that is whole.
+func (l *Log) refetch(num uint32) bool {
+	if l.cfg.Store == nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), storeWait)
+	defer cancel()
+	look, stop := context.WithTimeout(ctx, 10*time.Second) // a store that is away must not keep the log from opening
+	_, err := l.cfg.Store.Stat(look, l.key(num))
+	stop()
+	if errors.Is(err, sandbox.ErrNotFound) {
+		return false
+	}
+	name := segmentName(num)
+	temp := name + ".tmp"
+	if err == nil {
+		err = fetchObject(ctx, l.cfg.Store, l.key(num), temp, l.fs)
+	}
+	if err == nil {
+		err = l.checkPacked(temp)
+	}
+	if err == nil {
+		if err = l.fs.Rename(name, name+".damaged"); err == nil {
+			if err = l.fs.Rename(temp, name); err == nil {
+				err = l.fs.SyncDir(".")
+			}
+		}
+	}
+	if err != nil {
+		l.log.Error("trajectory log: a segment is damaged, and its copy in the store can't be had", "segment", num, "err", err)
+		if rerr := l.fs.Remove(temp); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+			l.log.Error("trajectory log: remove what was fetched", "segment", num, "err", rerr)
+		}
+		return false
+	}
+	l.log.Warn("trajectory log: a segment was damaged and its copy was fetched from the store", "segment", num, "aside", name+".damaged")
+	return true
+}
+
+// checkPacked reads header, index and footer of a packed segment.
+func (l *Log) checkPacked(name string) error {
+	f, err := l.fs.Open(name)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	size, err := f.Size()
+	if err != nil {
+		return err
+	}
+	if !isPacked(f) {
+		return fmt.Errorf("not a packed segment: %w", errFormat)
+	}
+	p, err := openPacked(f, size, l.cache, nil)
+	if err != nil {
+		return err
+	}
+	defer l.cache.drop(p)
+	foot, _, err := readFooter(p, p.head.Size, &segmentHeader{Nonce: p.head.Nonce})
+	if err == nil && foot == nil {
+		err = fmt.Errorf("no footer: %w", errFormat)
+	}
+	return err
 }
 
 // loadPacked loads a packed segment whose footer is damaged, by its records. It stays as it is.
