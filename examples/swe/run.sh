@@ -13,7 +13,12 @@ cleanup() {
   [ -n "${DSEC_DEMO_DIR:-}" ] || rm -rf "$dir"
 }
 trap cleanup EXIT
-bin/dsec up --state "$dir" --run "$run" --listen "" --pool-size 12g >"$dir/up.log" 2>&1 &
+conf=()
+if [ -n "${DSEC_DEMO_RUNTIME:-}" ]; then # crun, runc or gvisor instead of dsec's own
+  printf '[gateway]\nruntime = "%s"\n' "$DSEC_DEMO_RUNTIME" >"$run/dsec.toml"
+  conf=(--config "$run/dsec.toml")
+fi
+bin/dsec up "${conf[@]}" --state "$dir" --run "$run" --listen "" --pool-size 12g >"$dir/up.log" 2>&1 &
 up=$!
 for _ in $(seq 300); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
 export DSEC_URL="unix:$run/dsec.sock" DSEC_KEY_FILE="$run/key"
