@@ -449,6 +449,7 @@ func (b *box) setDeadline(kind DeadlineKind, at time.Time, cause sandbox.Cause) 
 
 // destroy ends a sandbox and removes everything of it.
 func (k *Keeper) destroy(ctx context.Context, id sandbox.ID) (end Destroyed, err error) {
+	k.unreserve(id)
 	b, err := k.box(id)
 	if errors.Is(err, sandbox.ErrNotFound) {
 		return end, nil

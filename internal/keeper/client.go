@@ -322,6 +322,20 @@ func (c *Client) Netns(ctx context.Context, id sandbox.ID) (*os.File, error) {
 	return os.NewFile(uintptr(fds[0]), "netns"), nil
 }
 
+// Reserve returns the network namespace that the sandbox will have whose birth comes next under the ID: for a runtime that looks at what
+// is in it once, at its start. Destroy gives it back when no birth comes.
+func (c *Client) Reserve(ctx context.Context, id sandbox.ID) (*os.File, error) {
+	fds, err := c.call(ctx, opReserve, &boxRequest{id}, nil)
+	if err != nil {
+		return nil, err
+	}
+	if len(fds) != 1 {
+		closeAll(fds)
+		return nil, fmt.Errorf("keeper: reserve: %d descriptors came: %w", len(fds), sandbox.ErrLost)
+	}
+	return os.NewFile(uintptr(fds[0]), "netns"), nil
+}
+
 // Freeze stops every process of the sandbox and the clocks of its commands' timeouts; it returns when all stand still.
 func (c *Client) Freeze(ctx context.Context, id sandbox.ID) error {
 	return c.do(ctx, opFreeze, &boxRequest{id}, nil)

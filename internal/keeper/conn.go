@@ -55,6 +55,7 @@ const (
 	opShutdown
 	opCall
 	opCallPair
+	opReserve
 )
 
 // Events.

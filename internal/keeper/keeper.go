@@ -45,11 +45,12 @@ type Keeper struct {
 	events        map[string]int // memory files of filters for process 1, by content; guarded by mu
 	crew          *crew
 	calls         *calls
-	recent        *recent    // files of groups that are kept open
-	garbage       chan []int // descriptors whose closing waits for the kernel
-	dir           string     // the run folder
-	runtimes      sync.Once  // of adoptOrphans
-	laid          bool       // programs was made; guarded by mu
+	recent        *recent               // files of groups that are kept open
+	garbage       chan []int            // descriptors whose closing waits for the kernel
+	dir           string                // the run folder
+	runtimes      sync.Once             // of adoptOrphans
+	laid          bool                  // programs was made; guarded by mu
+	reserved      map[sandbox.ID]*netns // for births to come; guarded by mu
 	ended         chan struct{}
 
 	link atomic.Pointer[link] // the host's connection that gets events
@@ -124,7 +125,7 @@ func New(cfg Config, log *slog.Logger) (*Keeper, error) {
 		return nil, err
 	}
 	return &Keeper{cfg: cfg, log: log, started: time.Now(), boxes: map[sandbox.ID]*box{}, guest: -1, features: map[string]string{}, events: map[string]int{},
-		garbage: make(chan []int, 256), ended: make(chan struct{}), recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool), berths: newBerths()}, nil
+		garbage: make(chan []int, 256), ended: make(chan struct{}), reserved: map[sandbox.ID]*netns{}, recent: newRecent(), crew: newCrew(), netns: newNetnsPool(cfg.NetnsPool), berths: newBerths()}, nil
 }
 
 // Run serves until ctx ends or a host says shutdown; then everything in every sandbox is killed.

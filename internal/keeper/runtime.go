@@ -74,12 +74,15 @@ func (b *box) bearByRuntime(ctx context.Context, birth *Birth, sl slot, parent i
 		return err
 	}
 	defer func() { k.discard(r.fds()) }()
-	ns, err := k.netns.take(ctx)
-	if err != nil {
-		return err
+	ns, lent := k.takeReserved(b.id), true
+	if ns == nil {
+		lent = false
+		if ns, err = k.netns.take(ctx); err != nil {
+			return err
+		}
 	}
 	b.mu.Lock()
-	b.netns = ns
+	b.netns, b.lent = ns, lent
 	b.mu.Unlock()
 	ctl, far, err := wire.Pair()
 	if err != nil {
@@ -129,6 +132,55 @@ func (b *box) bearByRuntime(ctx context.Context, birth *Birth, sl slot, parent i
 	err = b.awaitReady(ctx)
 	b.takeEnds()
 	return err
+}
+
+const maxReserved = 256
+
+// reserve takes a network namespace for a birth to come.
+func (k *Keeper) reserve(ctx context.Context, id sandbox.ID) (int, error) {
+	if _, err := sandbox.ParseID(string(id)); err != nil {
+		return -1, err
+	}
+	ns, err := k.netns.take(ctx)
+	if err != nil {
+		return -1, err
+	}
+	fd, err := unix.FcntlInt(uintptr(ns.fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		ns.close()
+		return -1, err
+	}
+	k.mu.Lock()
+	full := len(k.reserved) >= maxReserved && k.reserved[id] == nil
+	old := k.reserved[id]
+	if !full {
+		k.reserved[id] = ns
+	}
+	k.mu.Unlock()
+	if old != nil {
+		old.close()
+	}
+	if full {
+		ns.close()
+		unix.Close(fd)
+		return -1, fmt.Errorf("%d network namespaces wait for a birth: %w", maxReserved, sandbox.ErrExhausted)
+	}
+	return fd, nil
+}
+
+// takeReserved is the namespace that was reserved, or nil.
+func (k *Keeper) takeReserved(id sandbox.ID) *netns {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	ns := k.reserved[id]
+	delete(k.reserved, id)
+	return ns
+}
+
+func (k *Keeper) unreserve(id sandbox.ID) {
+	if ns := k.takeReserved(id); ns != nil {
+		ns.close()
+	}
 }
 
 // tellJoin sends BIRTH to a process 1 whose root the runtime made.

@@ -235,6 +235,16 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 		f.fds[0] = -1
 		born, err := k.create(ctx, &b, parent)
 		return born, nil, err
+	case opReserve:
+		var r boxRequest
+		if err := decodeValue(f.body, &r); err != nil {
+			return nil, nil, err
+		}
+		fd, err := k.reserve(ctx, r.Box)
+		if err != nil {
+			return nil, nil, fmt.Errorf("reserve for %s: %w", r.Box, err)
+		}
+		return nil, []int{fd}, nil
 	case opList:
 		return k.list(), nil, nil
 	case opCall:

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -170,14 +171,19 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	}
 	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), birthBound)
 	defer cancel()
+	if open && x.ownKernel { // it looks at its devices once, at its start
+		if err := x.enterNetwork(bound, c.Reserve); err != nil {
+			return err
+		}
+	}
 	x.room.Store(x.limit)
 	x.disk.Store(time.Now().UnixNano()) // nothing is in the upper yet
 	born, err := c.Create(bound, birth)
 	if err != nil {
 		return keeperSaid{err}
 	}
-	if open {
-		if err := x.enterNetwork(bound, c); err != nil {
+	if open && !x.ownKernel {
+		if err := x.enterNetwork(bound, c.Netns); err != nil {
 			return err
 		}
 	}
@@ -201,8 +207,8 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 }
 
 // enterNetwork gives the new namespace its device.
-func (x *instance) enterNetwork(ctx context.Context, c *keeper.Client) error {
-	ns, err := c.Netns(ctx, x.id)
+func (x *instance) enterNetwork(ctx context.Context, netns func(context.Context, sandbox.ID) (*os.File, error)) error {
+	ns, err := netns(ctx, x.id)
 	if err != nil {
 		return err
 	}

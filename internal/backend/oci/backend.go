@@ -55,7 +55,6 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	c.Features["runtime"] = b.runtime.Version + " (" + b.runtime.Program + ")"
 	if b.runtime.Name == GVisor {
 		c.Isolation = "high"
-		c.Networks = slices.DeleteFunc(slices.Clone(c.Networks), func(n string) bool { return n != string(sandbox.NetworkNone) })
 		maps.Copy(c.Features, map[string]string{
 			sandbox.FeatureOwnKernel:  "gVisor's: dmesg and /proc/version tell",
 			sandbox.FeatureMemoryEnds: "a program over the limit ends the whole sandbox, limit(memory); gVisor itself may use 64 MiB beyond it",
