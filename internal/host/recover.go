@@ -157,7 +157,7 @@ func (st *story) take(r *trajectory.Record, t tag, m proto.Message) {
 		if key := m.GetStep(); key != "" {
 			st.steps[key] = &step{id: key, act: t, sum: digest(r.Payload, nil), seq: r.Seq, state: over, outcome: sandbox.Outcome{Kind: sandbox.Exited}}
 		}
-	case *dsecv1.ResizeRequest, *dsecv1.Job:
+	case *dsecv1.ResizeRequest, *dsecv1.Job, *dsecv1.StepTrace:
 	case *dsecv1.LogRecord:
 		switch t {
 		case tagState:
