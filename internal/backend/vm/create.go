@@ -165,13 +165,17 @@ func (x *instance) make(ctx context.Context) (err error) {
 		s.Netns, s.Tap, s.MAC = way.ns, way.tap, guestMAC
 	}
 	x.undo.push("end the machine", x.endMachine)
+	began := time.Now()
 	if err := x.start(ctx, s); err != nil {
 		return err
 	}
+	up := time.Since(began)
 	if x.handle, err = json.Marshal(x.h); err != nil {
 		return err
 	}
-	return x.bear(ctx)
+	err = x.bear(ctx)
+	b.log.Debug("machine made", "sandbox", x.id, "clone", x.h.Template != "", "up", up, "all", time.Since(began), "err", err)
+	return err
 }
 
 // machine is the machine that the sandbox has: the same each time, so that a state that was saved fits. The files become its.

@@ -124,15 +124,15 @@ func (x *instance) save(ctx context.Context) (err error) {
 		return err
 	}
 	x.setSaved(false, true)
-	if err := x.vm.Kill(ctx); err != nil {
-		x.setSaved(false, false)
-		return err
-	}
 	x.mu.Lock()
 	l := x.link
 	x.link = nil
 	x.mu.Unlock()
 	l.close()
+	if err := x.vm.Kill(ctx); err != nil {
+		x.setSaved(false, false)
+		return err
+	}
 	x.setSaved(true, false)
 	return nil
 }

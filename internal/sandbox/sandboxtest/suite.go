@@ -40,6 +40,8 @@ type Env struct {
 	More []Part
 	// Few makes the repeated parts shorter, for backends whose sandboxes cost much.
 	Few bool
+	// Parts are those that are run, by name; none runs all.
+	Parts []string
 }
 
 // Root says what Env.Layers must hold: a static busybox at /bin/busybox with its applets linked beside it (a shell, coreutils,
@@ -116,7 +118,9 @@ func Run(t *testing.T, e *Env) {
 		{"end", testEnds},
 		{"recovery", testRecovery},
 	}, e.More...) {
-		t.Run(part.Name, func(t *testing.T) { part.Run(t, e) })
+		if len(e.Parts) == 0 || slices.Contains(e.Parts, part.Name) {
+			t.Run(part.Name, func(t *testing.T) { part.Run(t, e) })
+		}
 	}
 	t.Run("nothing is left when all sandboxes are destroyed", func(t *testing.T) {
 		e.nothingLeft(t, before)
