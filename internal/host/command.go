@@ -549,7 +549,7 @@ func (b *box) recordStdin(s *step, offset int64, data []byte, eof bool) error {
 	return nil
 }
 
-// signal sends a signal. With a step key it is sent once.
+// signal sends a signal. With a step key it is a step of its own: it is sent once, and its end is recorded.
 func (b *box) signal(ctx context.Context, id string, sig int, key string) error {
 	s, err := b.command(ctx, id)
 	if err != nil {
@@ -574,21 +574,31 @@ func (b *box) signal(ctx context.Context, id string, sig int, key string) error 
 			if err := b.begun(ctx, mark); err != nil {
 				return err
 			}
-			return b.same(ctx, mark, tagSignal, digest(payload, nil), req, nil)
+			if err := b.same(ctx, mark, tagSignal, digest(payload, nil), req, nil); err != nil {
+				return err
+			}
+			_, err := b.recorded(ctx, mark)
+			return err
 		}
 	}
 	err = b.act(ctx, s, func(ctx context.Context, inst sandbox.Instance) error {
 		seq, err := b.append(trajectory.Record{Kind: trajectory.KindSignal, Step: id, Payload: payload})
 		if err != nil {
-			return fmt.Errorf("record it: %w", err)
+			err = fmt.Errorf("record it: %w", err)
+			if mark != nil && errors.Is(err, errUnshipped) {
+				return b.void(mark, err)
+			}
+			return err
 		}
-		if mark != nil {
-			b.mu.Lock()
-			mark.seq = seq
-			mark.finish(sandbox.Outcome{Kind: sandbox.Exited})
-			b.mu.Unlock()
+		if mark == nil {
+			return inst.Signal(ctx, id, sig)
 		}
-		return inst.Signal(ctx, id, sig)
+		b.mu.Lock()
+		mark.seq, mark.state, mark.started = seq, working, time.Now()
+		mark.changed.ring()
+		b.mu.Unlock()
+		_, err = b.endStep(mark, nil, nil, inst.Signal(ctx, id, sig))
+		return err
 	})
 	if err != nil {
 		err = fmt.Errorf("signal %d to %s: %w", sig, id, err)

@@ -155,7 +155,7 @@ func (st *story) take(r *trajectory.Record, t tag, m proto.Message) {
 		}
 	case *dsecv1.SignalRequest:
 		if key := m.GetStep(); key != "" {
-			st.steps[key] = &step{id: key, act: t, sum: digest(r.Payload, nil), seq: r.Seq, state: over, outcome: sandbox.Outcome{Kind: sandbox.Exited}}
+			st.steps[key] = &step{id: key, act: t, sum: digest(r.Payload, nil), seq: r.Seq, state: working, started: r.Wall}
 		}
 	case *dsecv1.ResizeRequest, *dsecv1.Job, *dsecv1.StepTrace:
 	case *dsecv1.LogRecord:

@@ -156,8 +156,8 @@ func (w *walker) record(ctx context.Context, r *trajectory.Record) error {
 		_, m, err := decode(r.Payload)
 		if q, ok := m.(*dsecv1.SignalRequest); err == nil && ok && q.GetStep() != "" {
 			s := stepOf(r, w.requests)
-			s.Id, s.State, s.Outcome = q.GetStep(), "ended", &dsecv1.Outcome{Kind: string(sandbox.Exited)}
-			return w.yield(s)
+			s.Id = q.GetStep()
+			open[s.Id] = s
 		}
 	case trajectory.KindStepStart:
 		open[r.Step] = stepOf(r, w.requests)

@@ -135,3 +135,35 @@ func once(t *testing.T, recs []trajectory.Record, kind trajectory.Kind) {
 		t.Error("nothing was recorded")
 	}
 }
+
+// A signal of which nobody knows whether it was sent is unknown, then and after a restart; it is neither sent again nor told as sent.
+func TestSignalThatMayNotHaveBeenSent(t *testing.T) {
+	var tries atomic.Int32
+	r := newRig(t, fake.Options{Hook: func(_ context.Context, op fake.Op, _ sandbox.ID, _ string) error {
+		if op == fake.OpSignal && tries.Add(1) == 1 {
+			return sandbox.ErrLost
+		}
+		return nil
+	}}, nil)
+	b := r.create("k")
+	b.mustStart(t, "c", "hang")
+	ctx := context.Background()
+	for range 3 {
+		wantErr(t, b.signal(ctx, "c", 15, "s1"), sandbox.ErrLost)
+		r.restart()
+		b = r.box(b.id)
+	}
+	if n := tries.Load(); n != 1 {
+		t.Fatalf("it was tried %d times", n)
+	}
+	if err := b.signal(ctx, "c", 15, "s2"); err != nil {
+		t.Fatal(err)
+	}
+	if o := b.mustWait(t, "c"); o.Kind != sandbox.Signalled {
+		t.Fatalf("%+v", o)
+	}
+	r.restart()
+	if err := r.box(b.id).signal(ctx, "c", 15, "s2"); err != nil { // its result
+		t.Fatal(err)
+	}
+}

@@ -177,6 +177,9 @@ func (c *simClient) draw(box string, i int) act {
 	case 4:
 		return c.command(box, step, [...]string{"nosuch", "late 60ms", "false"}[c.rng.IntN(3)])
 	case 5:
+		if c.chance(2) {
+			return c.signalled(box, step)
+		}
 		return c.stdin(box, step)
 	case 6:
 		return c.session(box, step)
@@ -348,6 +351,31 @@ func (c *simClient) stdin(box, step string) act {
 			off = end
 		}
 		return inner.do(ctx, id)
+	}}
+}
+
+// signalled starts what never ends by itself, sends one signal under a key, and waits for the end.
+func (c *simClient) signalled(box, step string) act {
+	hang := c.command(box, step, "hang")
+	signal := act{op: history.Signal, box: box, step: "signal-" + step, request: "TERM " + step, do: func(ctx context.Context, id string) (string, int64, error) {
+		_, err := c.Commands.Signal(ctx, connect.NewRequest(&dsecv1.SignalRequest{Sandbox: id, Id: step, Name: "TERM", Step: "signal-" + step}))
+		return "ok", 0, err
+	}}
+	return act{op: history.Command, box: box, step: step, request: "hang", private: true, do: func(ctx context.Context, id string) (string, int64, error) {
+		if _, err := c.Commands.Start(ctx, connect.NewRequest(&dsecv1.StartRequest{Sandbox: id, Id: step, Argv: []string{"hang"}})); err != nil {
+			return "", 0, err
+		}
+		if !c.send(signal) { // it may never have been sent: another, under another key, ends it
+			_, err := c.Commands.Signal(ctx, connect.NewRequest(&dsecv1.SignalRequest{Sandbox: id, Id: step, Name: "KILL"}))
+			if err != nil && connect.CodeOf(err) != connect.CodeFailedPrecondition && connect.CodeOf(err) != connect.CodeNotFound {
+				return "", 0, err
+			}
+			return "", 0, connect.NewError(connect.CodeUnavailable, errors.New("was given up"))
+		}
+		if c.chance(2) {
+			c.old = append(c.old, signal)
+		}
+		return hang.do(ctx, id)
 	}}
 }
 

@@ -110,6 +110,9 @@ func (w *wire) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 func pause(ctx context.Context, d time.Duration) {
+	if d <= 0 {
+		return
+	}
 	select {
 	case <-time.After(d):
 	case <-ctx.Done():

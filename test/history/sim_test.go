@@ -131,6 +131,7 @@ type sim struct {
 	root  string // of the sandboxes' files
 	world *fake.World
 	store *memStore
+	near  *memStore // the same for gateways, which lock while they use it: who waits for a lock stops a bubble's time
 	facts *memFacts
 	log   *slog.Logger
 	front *wire // to the gateway
@@ -334,7 +335,7 @@ func (s *sim) startHost(fs *crashfs.FS, crashIn int) {
 // startGateway begins a gateway, as another process would.
 func (s *sim) startGateway() {
 	p := newProcess()
-	g, err := gateway.New(gateway.Config{Version: "sim", Stall: -1}, gateway.Deps{Fleet: fleet{s}, Keys: iam.New(s.facts), Layers: layer.New(s.facts, s.store), Log: s.log})
+	g, err := gateway.New(gateway.Config{Version: "sim", Stall: -1}, gateway.Deps{Fleet: fleet{s}, Keys: iam.New(s.facts), Layers: layer.New(s.facts, s.near), Log: s.log})
 	if err != nil {
 		s.t.Error(err)
 		return
@@ -488,8 +489,13 @@ func simulate(t testing.TB, p plan) (h *history.History, ops int) {
 	if p.verbose {
 		s.log = slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
-	s.store = &memStore{all: maps.Clone(g.objects), odd: s.oddStore}
-	s.facts = &memFacts{all: maps.Clone(g.facts), last: g.last, odd: s.oddStore}
+	s.store = &memStore{mu: new(sync.Mutex), all: maps.Clone(g.objects), odd: s.oddStore}
+	prompt := func(changes bool) (time.Duration, error, error) {
+		_, before, after := s.oddStore(changes)
+		return 0, before, after
+	}
+	s.near = &memStore{mu: s.store.mu, all: s.store.all, odd: prompt}
+	s.facts = &memFacts{all: maps.Clone(g.facts), last: g.last, odd: prompt}
 	s.world = fake.NewWorld(fake.Options{Hook: s.hook, Files: s.serveFiles})
 	s.front, s.back = &wire{odd: s.oddNet}, &wire{odd: s.oddNet}
 	s.peer = newPeer(s.back)
@@ -584,6 +590,12 @@ func (s *sim) conclude() {
 			id, step, _ := strings.Cut(k, " ")
 			if s.noted[id] == key {
 				b.Runs[history.Ran{ID: id, Step: step}] = n
+			}
+		}
+		for k, n := range s.world.Signals() {
+			f := strings.Fields(k)
+			if s.noted[f[0]] == key && f[2] == "15" { // sent under a key, one to a command
+				b.Runs[history.Ran{ID: f[0], Step: "signal-" + f[1]}] = n
 			}
 		}
 		b.ID = sb.GetId()

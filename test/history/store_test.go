@@ -23,7 +23,7 @@ import (
 // memStore is a bucket in memory that survives all hosts. odd draws what happens to a call: it takes a while, fails without an effect, or
 // has its effect and its answer is lost.
 type memStore struct {
-	mu  sync.Mutex
+	mu  *sync.Mutex
 	all map[string][]byte
 	odd func(changes bool) (wait time.Duration, before, after error)
 }
@@ -125,7 +125,7 @@ type memFacts struct {
 }
 
 func (m *memFacts) act(ctx context.Context, changes bool, f func() error) error {
-	s := memStore{odd: m.odd}
+	s := memStore{mu: new(sync.Mutex), odd: m.odd}
 	return s.act(ctx, changes, func() error {
 		m.mu.Lock()
 		defer m.mu.Unlock()

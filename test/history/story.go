@@ -3,6 +3,7 @@ package history
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"slices"
 
@@ -95,7 +96,7 @@ func (s *story) take(r *dsecv1.LogRecord) {
 		s.fail("grammar", step, "the first record is %s", r.GetKind())
 	}
 	if op, ok := stepOps[r.GetKind()]; ok {
-		s.start(r, op)
+		s.start(r, op, step)
 		return
 	}
 	switch r.GetKind() {
@@ -121,6 +122,11 @@ func (s *story) take(r *dsecv1.LogRecord) {
 		} else {
 			a.stdin += r.GetLength()
 		}
+	case "signal":
+		var q struct{ Step string }
+		if _ = json.Unmarshal([]byte(r.GetRequestJson()), &q); q.Step != "" {
+			s.start(r, Signal, q.Step)
+		}
 	case "session":
 		if s.open[step] {
 			s.fail("twice", step, "session opened at %d while it is open", r.GetSeq())
@@ -135,8 +141,7 @@ func (s *story) take(r *dsecv1.LogRecord) {
 	}
 }
 
-func (s *story) start(r *dsecv1.LogRecord, op Op) {
-	step := r.GetStep()
+func (s *story) start(r *dsecv1.LogRecord, op Op, step string) {
 	if a := s.last(step); a != nil && (a.open() || !a.again()) {
 		s.fail("twice", step, "begun at %d, which is in the log since %d", r.GetSeq(), a.start.GetSeq())
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"sync"
 	"time"
@@ -58,11 +59,12 @@ type World struct {
 	boxes map[sandbox.ID]*box
 	runs  map[string]int // "<id> <command>" -> how often it really ran
 	born  map[sandbox.ID]int
+	sent  map[string]int // "<id> <command> <number>" -> how many of the signal it really got
 }
 
 // NewWorld returns an empty world.
 func NewWorld(opt Options) *World {
-	return &World{opt: opt, boxes: map[sandbox.ID]*box{}, runs: map[string]int{}, born: map[sandbox.ID]int{}}
+	return &World{opt: opt, boxes: map[sandbox.ID]*box{}, runs: map[string]int{}, born: map[sandbox.ID]int{}, sent: map[string]int{}}
 }
 
 // Connect fences the backends given before and returns a new one.
@@ -96,6 +98,13 @@ func (w *World) Runs() map[string]int {
 		m[k] = v
 	}
 	return m
+}
+
+// Signals says how many signals each command really got, by "<sandbox> <command> <number>".
+func (w *World) Signals() map[string]int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return maps.Clone(w.sent)
 }
 
 // Births says how often each sandbox was born.
@@ -383,6 +392,7 @@ func (i *instance) Signal(ctx context.Context, id string, sig int) error {
 	if err != nil {
 		return err
 	}
+	i.b.w.sent[fmt.Sprint(i.x.id, " ", id, " ", sig)]++
 	select {
 	case c.signals <- sig:
 	default:
