@@ -128,12 +128,15 @@ func (s *Supervisor) isStopped() bool {
 // needed waits until somebody wants a blob, or finds that an earlier host's daemon or its connection is there.
 func (s *Supervisor) needed(ctx context.Context) bool {
 	for {
-		if s.cfg.Eager || s.lives(ctx) {
+		if s.lives(ctx) {
 			return true
 		}
 		t := time.NewTimer(keeperPoll)
 		if s.keeperAnswers(ctx) {
 			t.Stop() // and has nothing of ours
+			if s.cfg.Eager {
+				return true
+			}
 			t = time.NewTimer(time.Hour)
 		}
 		select {
