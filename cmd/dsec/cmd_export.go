@@ -26,6 +26,7 @@ type exportCmd struct {
 	Ended  bool              `help:"Of ended sandboxes alone."`
 	Rows   string            `help:"One row a step, or a trajectory." enum:"steps,trajectories" default:"steps"`
 	Replay bool              `name:"with-replays" help:"Also those that a replay made, which are left out unless --job or their label is given."`
+	Format string            `help:"jsonl (default) or parquet; by the name of the --output file when it is not given." enum:"jsonl,parquet," default:"" placeholder:"FORM"`
 	Limit  size              `help:"Octets of each stream in a row; what is cut off is told." default:"64k"`
 }
 
@@ -40,8 +41,8 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 		o.OutputLimit = -1
 	}
 	if c.Output == "text" || c.Output == "json" || c.Output == "-" {
-		rows := x.rows(os.Stdout)
-		err := errors.Join(cl.Export(ctx, o, rows), rows.w.Flush())
+		rows := x.rows(os.Stdout, "")
+		err := errors.Join(cl.Export(ctx, o, rows), rows.close())
 		if err == nil {
 			x.told(ctx, cl, rows)
 		}
@@ -52,13 +53,13 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 		return err
 	}
 	defer os.Remove(f.Name())
-	rows := x.rows(f)
+	rows := x.rows(f, c.Output)
 	err = cl.Export(ctx, o, rows)
 	partly := errors.Is(err, client.ErrUnavailable) && rows.lines > 0
 	if err != nil && !partly {
 		return errors.Join(err, f.Close())
 	}
-	if ferr := errors.Join(rows.w.Flush(), f.Chmod(0o644), f.Close()); ferr != nil {
+	if ferr := errors.Join(rows.close(), f.Chmod(0o644), f.Close()); ferr != nil {
 		return ferr
 	}
 	if rerr := os.Rename(f.Name(), c.Output); rerr != nil {
@@ -72,9 +73,13 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 }
 
 // rows takes the rows of an export to w.
-func (x *exportCmd) rows(w io.Writer) *counter {
+func (x *exportCmd) rows(w io.Writer, name string) *counter {
 	_, asked := x.Label[replayLabel]
-	return &counter{w: bufio.NewWriterSize(w, 1<<20), noReplays: x.Job == "" && !x.Replay && !asked}
+	c := &counter{w: bufio.NewWriterSize(w, 1<<20), noReplays: x.Job == "" && !x.Replay && !asked}
+	if x.Format == "parquet" || x.Format == "" && strings.HasSuffix(name, ".parquet") {
+		c.columns = newParquetWriter(c.w)
+	}
+	return c
 }
 
 // told says what a reader may miss in the rows.
@@ -92,6 +97,16 @@ type counter struct {
 	w           *bufio.Writer
 	noReplays   bool
 	lines, left int
+	columns     *parquetWriter // nil: lines of JSON
+}
+
+func (c *counter) close() error {
+	if c.columns != nil {
+		if err := c.columns.Close(); err != nil {
+			return err
+		}
+	}
+	return c.w.Flush()
 }
 
 // ofReplay tells whether the row is of a sandbox that a replay made. Few rows hold the label's name, so few are read twice.
@@ -115,6 +130,9 @@ func (c *counter) Write(p []byte) (int, error) {
 		return len(p), nil
 	}
 	c.lines++
+	if c.columns != nil {
+		return c.columns.Write(p)
+	}
 	return c.w.Write(p)
 }
 

@@ -19,7 +19,7 @@ func TestExportLeavesReplaysOut(t *testing.T) {
 		"by the label": {exportCmd{Label: map[string]string{"dsec-replay": "h-1"}}, 3},
 	} {
 		var b bytes.Buffer
-		rows := c.x.rows(&b)
+		rows := c.x.rows(&b, "")
 		for _, r := range []string{plainRow, replayRow, talks} {
 			if n, err := io.WriteString(rows, r+"\n"); err != nil || n != len(r)+1 {
 				t.Fatal(n, err)
