@@ -24,7 +24,7 @@ bin/dsec: $(GUEST) $(GUESTVM)
 deps:
 	@scripts/deps.sh
 
-test: deps build
+test: deps build debian-kernel
 	scripts/runsc.sh
 	scripts/test.sh
 
@@ -32,7 +32,7 @@ test: deps build
 test-fast:
 	$(GO) test -short ./...
 
-torture: deps build
+torture: deps build debian-kernel
 	scripts/versitygw.sh
 	DSEC_TORTURE=1 scripts/test.sh
 
@@ -50,6 +50,11 @@ guest-kernel:
 .PHONY: runsc
 runsc:
 	RUNSC_MISSING=1 scripts/runsc.sh
+
+# Debian's kernel for the tests of microvm, unless there is one.
+.PHONY: debian-kernel
+debian-kernel:
+	@scripts/debian-kernel.sh
 
 demo: deps build
 	examples/swe/run.sh
