@@ -99,6 +99,7 @@ func (s *subject) measureLocal(ctx context.Context, tree string, rounds int) (er
 			return err
 		}
 		s.local = append(s.local, f)
+		measure.Note("local: create %v of %.3f s; CPU %v", lastCreate, f.seconds, f.machine)
 		if f, err = start(server.Dir, new(link), true, do, nil); err != nil {
 			return err
 		}
