@@ -89,7 +89,7 @@ func server(ctx context.Context, settings string) (s *measure.Server, end func()
 
 func options(s *measure.Server) client.Options {
 	o := s.Options()
-	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 64<<20, 3*time.Minute
+	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 1<<30, 3*time.Minute
 	return o
 }
 
