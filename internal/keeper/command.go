@@ -69,6 +69,16 @@ func (b *box) counters(group string) counters {
 	return c
 }
 
+// figures are the counters for a command. Where its kernel is its own, a session's command has no end of a process that tells its time:
+// the sandbox's stands for it.
+func (c *command) figures() counters {
+	n := c.b.counters(c.group)
+	if c.b.inner && c.session != "" {
+		n.cpu = c.b.grp.allCPU()
+	}
+	return n
+}
+
 // start begins a command and waits until it runs or has failed to.
 func (b *box) start(ctx context.Context, req *sandbox.Command) error {
 	if err := req.Validate(); err != nil {
@@ -256,7 +266,7 @@ func (c *command) begin() {
 	case known != nil && c.since >= 0:
 		base = counters{oom: known.oom, refused: known.refused, cpu: c.since}
 	default:
-		base = b.counters(c.group)
+		base = c.figures()
 	}
 	switch {
 	case shared, b.inner: // of the sandbox's memory a step's can't be told apart, or not from its kernel's
@@ -516,7 +526,7 @@ func (c *command) settle(o sandbox.Outcome) {
 		populated = b.grp.populated(c.group) // before the figures: when nothing lives any more, they are the last
 	}
 	if !c.hidden {
-		now = b.counters(c.group)
+		now = c.figures()
 	}
 	peak := int64(-1)
 	c.mu.Lock()
