@@ -24,6 +24,7 @@ const (
 	templatePrefix = "template-"
 	// maxTemplates bounds what templates hold of the host's memory: each has that of a machine, of which the touched part counts.
 	maxTemplates = 16
+	maxMaking    = 2 // at once, whatever is asked for
 	// A template that could not be made is not tried again for a while.
 	templatePatience = time.Minute
 )
@@ -46,6 +47,7 @@ type templates struct {
 	have   map[string]*template
 	busy   map[string]chan struct{}
 	failed map[string]failure
+	making chan struct{} // a place for each that is being made
 }
 
 type failure struct {
@@ -54,7 +56,7 @@ type failure struct {
 }
 
 func newTemplates(b *Backend) *templates {
-	return &templates{b: b, have: map[string]*template{}, busy: map[string]chan struct{}{}, failed: map[string]failure{}}
+	return &templates{b: b, have: map[string]*template{}, busy: map[string]chan struct{}{}, failed: map[string]failure{}, making: make(chan struct{}, maxMaking)}
 }
 
 // owns reports whether a monitor or folder belongs to a template.
@@ -108,7 +110,13 @@ func (t *templates) get(ctx context.Context, s *vmm.Spec, image layer.ID) (*temp
 	defer cancel()
 	made, err := t.find(bound, key, image)
 	if err != nil {
-		made, err = t.make(bound, key, s, image)
+		select {
+		case t.making <- struct{}{}:
+			made, err = t.make(bound, key, s, image)
+			<-t.making
+		case <-bound.Done():
+			err = bound.Err()
+		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
