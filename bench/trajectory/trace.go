@@ -54,27 +54,29 @@ func traced(ctx context.Context, rounds int) (err error) {
 	for _, j := range jobs {
 		shares := map[string][]float64{}
 		var plain measure.Sample
+		before, err := traceRun(ctx, s, layers, j, "off")
+		if err != nil {
+			return err
+		}
+		plain.Add(before)
 		for range rounds {
 			for _, level := range []string{"light", "full"} {
-				off, err := traceRun(ctx, s, layers, j, "off")
-				if err != nil {
-					return err
-				}
 				on, err := traceRun(ctx, s, layers, j, level)
 				if err != nil {
 					return err
 				}
-				again, err := traceRun(ctx, s, layers, j, "off")
+				after, err := traceRun(ctx, s, layers, j, "off")
 				if err != nil {
 					return err
 				}
-				plain.Add(off, again)
-				shares[level] = append(shares[level], 100*(2*float64(on)/float64(off+again)-1))
+				plain.Add(after)
+				shares[level] = append(shares[level], 100*(2*float64(on)/float64(before+after)-1))
+				before = after
 			}
 		}
 		measure.Print("traj.trace_"+j.name+"_plain", plain.Ms(50)/1000, "s")
-		for level, list := range shares {
-			m := measure.Median(list)
+		for _, level := range []string{"light", "full"} {
+			m := measure.Median(shares[level])
 			measure.Print("traj.trace_"+level+"_"+j.name, m, "%")
 			worst[level] = max(worst[level], m)
 		}
