@@ -244,10 +244,9 @@ func (e *Engine) each(ctx context.Context, j *job, p *program, arts []artifact, 
 		return err
 	}
 	r.Verdict = string(OK)
-	for _, x := range r.Results {
-		if x.Verdict != string(OK) {
+	for _, x := range r.Results { // one that an earlier failure kept from running tells nothing where another does
+		if x.Verdict != string(OK) && (r.Verdict == string(OK) || r.Verdict == string(Cancelled)) {
 			r.Verdict = x.Verdict
-			break
 		}
 	}
 	return nil

@@ -273,14 +273,14 @@ func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exe
 	x = &Exec{Layers: p.layers, Argv: append(append([]string(nil), p.run...), in.args...), Env: sandbox.MergeEnv(p.env, in.env), Stdin: in.stdin,
 		Limits: p.limits, Copy: in.copies, Pooled: j.mode == "pooled"}
 	var open []*os.File
-	done = func() {
+	closeAll := func() {
 		for _, f := range open {
 			f.Close()
 		}
 	}
 	defer func() {
 		if err != nil {
-			done()
+			closeAll()
 		}
 	}()
 	kept := func(owner, content string) (*os.File, error) {
@@ -334,7 +334,7 @@ func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exe
 	if err != nil {
 		return nil, nil, err
 	}
-	return x, done, nil
+	return x, closeAll, nil
 }
 
 // PutFile keeps octets for later calls of a project.

@@ -136,11 +136,11 @@ func (r *records) find(ctx context.Context, project string, a *asked, digest [32
 			continue
 		}
 		if p.digest != digest {
-			return nil, fmt.Errorf("call %s: its key was used for another request: %w", a.key, sandbox.ErrExists)
+			return nil, fmt.Errorf("its key was used for another request: %w", sandbox.ErrExists)
 		}
 		recs, _, err := r.log.Read(ctx, id, trajectory.Query{From: p.seq, Limit: 1})
 		if err != nil || len(recs) != 1 || len(recs[0].Payload) < 33 {
-			return nil, fmt.Errorf("call %s: read its recorded answer: %w", a.key, errors.Join(err, sandbox.ErrLost))
+			return nil, fmt.Errorf("read its recorded answer: %w", errors.Join(err, sandbox.ErrLost))
 		}
 		return recs[0].Payload[33:], nil
 	}
