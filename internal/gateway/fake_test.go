@@ -61,7 +61,8 @@ type fakeHost struct {
 	hang     bool          // questions get no answer
 	late     chan struct{} // a create that was done is answered when this is closed
 
-	stop func()
+	restores *fakeRestores
+	stop     func()
 }
 
 type fakeSandboxes struct {
@@ -93,6 +94,7 @@ func newFakeHost(t testing.TB, id sandbox.HostID) *fakeHost {
 	}
 	h := &fakeHost{id: id, dir: dir, addr: "unix:" + filepath.Join(dir, "s"), boxes: map[string]*dsecv1.Sandbox{}, hashes: map[string]string{}, specs: map[string]*dsecv1.Spec{},
 		jobs: map[string]*dsecv1.Job{}, tombs: map[string]bool{}, slots: 100000, started: map[string]int{}, files: map[string][]byte{}, dials: map[uint16]string{}}
+	h.restores = &fakeRestores{h: h}
 	h.run(t)
 	t.Cleanup(func() { h.stop(); os.RemoveAll(dir) })
 	return h
@@ -113,6 +115,7 @@ func (h *fakeHost) run(t testing.TB) {
 	mux.Handle(dsecv1connect.NewFileServiceHandler(fakeFiles{h: h}, o...))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(fakeJobs{h: h}, o...))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(fakeLogs{h: h}, o...))
+	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(h.restores, o...))
 	mux.Handle(rpc.TunnelPattern, edge.Tunnel(h.dial))
 	s, err := rpc.NewServer(edge.Wrap(mux), rpc.ServerConfig{Grace: time.Second})
 	if err != nil {
@@ -196,7 +199,7 @@ func (h *fakeHost) FindKey(ctx context.Context, r *connect.Request[dsecv1.FindKe
 		if b.Project != rpc.Project(ctx) {
 			continue
 		}
-		if r.Msg.Key != "" && b.Key == r.Msg.Key && b.Job == jobOf(r.Msg.Job) || r.Msg.Name != "" && b.Name == r.Msg.Name && b.State == "running" {
+		if r.Msg.Key != "" && b.Key == r.Msg.Key && b.Job == jobOf(r.Msg.Job) || r.Msg.Name != "" && b.Name == r.Msg.Name && b.State == "running" || r.Msg.Sandbox != "" && b.Id == r.Msg.Sandbox {
 			return connect.NewResponse(&dsecv1.FindKeyResponse{Sandbox: b}), nil
 		}
 	}

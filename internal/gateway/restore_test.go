@@ -1,0 +1,131 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/api/dsec/v1/dsecv1connect"
+	"github.com/dsec-dev/dsec/internal/rpc"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// fakeRestores notes what hosts are asked, and goes on with sandboxes of hosts that are named lost.
+type fakeRestores struct {
+	h *fakeHost
+
+	mu    sync.Mutex
+	asked []*dsecv1.HostRestoreRequest
+}
+
+func (s *fakeRestores) Restore(ctx context.Context, r *connect.Request[dsecv1.HostRestoreRequest]) (*connect.Response[dsecv1.RestoreResponse], error) {
+	s.mu.Lock()
+	s.asked = append(s.asked, proto.CloneOf(r.Msg))
+	s.mu.Unlock()
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	q := r.Msg.GetRequest()
+	b := s.h.boxes[q.GetSandbox()]
+	switch {
+	case b == nil && r.Msg.GetLostHost() == "":
+		return nil, fmt.Errorf("sandbox: %w", sandbox.ErrNotFound)
+	case b == nil && r.Msg.GetSilentMs() >= 0:
+		return nil, fmt.Errorf("name it as lost_host: %w", sandbox.ErrState)
+	case b == nil:
+		b = &dsecv1.Sandbox{Id: q.GetSandbox(), Project: rpc.Project(ctx), State: "failed", Host: string(s.h.id)}
+		s.h.boxes[b.Id] = b
+	}
+	return connect.NewResponse(&dsecv1.RestoreResponse{Id: q.GetId(), State: "restored", Sandbox: b}), nil
+}
+
+func (s *fakeRestores) taken() []*dsecv1.HostRestoreRequest {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := s.asked
+	s.asked = nil
+	return out
+}
+
+// A restore goes to the host that has the sandbox; where that is gone, to one other, which alone goes on with it and answers for the old ID.
+func TestRestoreFindsItsHost(t *testing.T) {
+	c := newCluster(t, 3)
+	ctx := t.Context()
+	client := dsecv1connect.NewRestoreServiceClient(&http.Client{Transport: keyed(c.key)}, c.url)
+	restore := func(q *dsecv1.RestoreRequest) (*dsecv1.RestoreResponse, error) {
+		r, err := client.Restore(ctx, connect.NewRequest(q))
+		if err != nil {
+			return nil, rpc.FromError(err)
+		}
+		return r.Msg, nil
+	}
+	sb := c.mustCreate(t, &dsecv1.CreateRequest{Layers: []string{c.base}, Job: "j", Key: "k"})
+	mine := c.host(sb.Host)
+	for _, q := range []*dsecv1.RestoreRequest{{Sandbox: sb.Id}, {Job: "j", Key: "k"}} {
+		if r, err := restore(q); q.Sandbox != "" && (err != nil || r.State != "restored" || r.Id == "") {
+			t.Fatal(r, err)
+		}
+		if asked := mine.restores.taken(); len(asked) != 1 || asked[0].LostHost != "" || asked[0].Request.Id == "" {
+			t.Fatal(asked)
+		}
+	}
+	for what, q := range map[string]*dsecv1.RestoreRequest{
+		"give a sandbox": {Sandbox: sb.Id, Job: "j", Key: "k"}, "id": {Sandbox: "x"}, "lost_host": {Sandbox: sb.Id, LostHost: "?"}, "key": {Key: " "},
+	} {
+		if _, err := restore(q); !errors.Is(err, sandbox.ErrInvalid) || !strings.Contains(err.Error(), what) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := restore(&dsecv1.RestoreRequest{Job: "j", Key: "nobody"}); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("an unknown key: %v", err)
+	}
+	if _, err := restore(&dsecv1.RestoreRequest{Sandbox: sb.Id, LostHost: sb.Host}); !errors.Is(err, sandbox.ErrState) {
+		t.Errorf("a host that answers is lost: %v", err)
+	}
+	mine.stop()
+	eventually(t, "the host is down", func() bool {
+		p, ok := c.g.fleet.Peer(sandbox.HostID(sb.Host))
+		return ok && !c.g.seemsUp(p)
+	})
+	if _, err := restore(&dsecv1.RestoreRequest{Sandbox: sb.Id}); !errors.Is(err, sandbox.ErrState) || !strings.Contains(err.Error(), "lost_host") {
+		t.Fatalf("a host that is silent: %v", err)
+	}
+	if _, err := restore(&dsecv1.RestoreRequest{Job: "j", Key: "k"}); !errors.Is(err, rpc.ErrUnavailable) {
+		t.Fatalf("by a key, with a host that is silent: %v", err)
+	}
+	for _, h := range c.hosts {
+		h.restores.taken()
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			if r, err := restore(&dsecv1.RestoreRequest{Sandbox: sb.Id, LostHost: sb.Host}); err != nil || r.State != "restored" {
+				t.Error(r, err)
+			}
+		})
+	}
+	wg.Wait()
+	served := 0
+	for _, h := range c.hosts {
+		if asked := h.restores.taken(); len(asked) > 0 {
+			served++
+			if asked[0].LostHost != sb.Host || asked[0].SilentMs != -1 {
+				t.Error(asked[0])
+			}
+		}
+	}
+	if served != 1 {
+		t.Errorf("%d hosts were asked to go on with one sandbox", served)
+	}
+	got, err := c.Sandboxes.Get(ctx, connect.NewRequest(&dsecv1.GetRequest{Id: sb.Id}))
+	if err != nil || got.Msg.Sandbox.Host == sb.Host {
+		t.Errorf("the old ID: %v, %v", got, err)
+	}
+}
