@@ -41,6 +41,9 @@ func traced(ctx context.Context, rounds int) (err error) {
 	if err != nil {
 		return err
 	}
+	if err := tracedCommands(ctx, s, layers); err != nil {
+		return err
+	}
 	jobs := []traceJob{
 		{name: "build", script: "cd /work/module && go build ./... 2>&1", env: map[string]string{"PATH": "/usr/local/go/bin:/usr/bin:/bin", "HOME": "/root", "GOCACHE": "/root/.cache/go-build", "GOPROXY": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod"}},
 		{name: "pytest", script: "cd /tmp && python3 -m pytest -q /work/pytests 2>&1 | tail -3", env: map[string]string{"PATH": "/usr/bin:/bin", "HOME": "/root"}},
@@ -83,6 +86,44 @@ func traced(ctx context.Context, rounds int) (err error) {
 	}
 	for _, level := range []string{"light", "full"} {
 		measure.Print("traj.trace_"+level, worst[level], "%")
+	}
+	return nil
+}
+
+// tracedCommands measures a command that does nothing, back to back: each waits for the look at the one before it.
+func tracedCommands(ctx context.Context, s *measure.Server, layers []string) error {
+	levels := []string{"off", "light", "full"}
+	var run []func(context.Context) (time.Duration, error)
+	for _, level := range levels {
+		b, err := s.Client.RunContainer(ctx, client.Options{Layers: layers, Trace: level})
+		if err != nil {
+			return err
+		}
+		defer b.Close()
+		run = append(run, func(ctx context.Context) (time.Duration, error) {
+			start := time.Now()
+			r, err := b.Exec(ctx, "/bin/true")
+			took := time.Since(start)
+			if err == nil && !r.OK() {
+				err = fmt.Errorf("true ended as %v", r.Outcome)
+			}
+			return took, err
+		})
+	}
+	samples := make([]measure.Sample, len(levels))
+	for round := range 6 {
+		for i := range levels {
+			got, err := measure.Sequence(ctx, 200, 0, run[i])
+			if err != nil {
+				return err
+			}
+			if round > 0 {
+				samples[i].Join(got)
+			}
+		}
+	}
+	for i, level := range levels {
+		measure.Print("traj.trace_exec_p50_"+level, samples[i].Ms(50), "ms")
 	}
 	return nil
 }

@@ -269,6 +269,7 @@ func (h *Host) bear(ctx context.Context, b *box, be sandbox.Backend, req *dsecv1
 	if n, ok := inst.(interface{ Notes() map[string]string }); ok {
 		b.notes = n.Notes()
 	}
+	b.noteTrace(inst)
 	at := b.deadline()
 	b.armed = b.total // the backend's Create armed the total
 	b.mu.Unlock()

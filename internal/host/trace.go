@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"errors"
+	"maps"
 	"time"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
@@ -271,4 +272,14 @@ func stateProto(s trace.State) *dsecv1.PathState {
 	m := &dsecv1.PathState{Type: s.Type, Mode: int32(s.Mode), Size: s.Size, Sha256: s.SHA256}
 	m.Link, m.LinkRaw = rpc.Twin(s.Link)
 	return m
+}
+
+// noteTrace says of a sandbox that is to be traced that its backend can't; mu is held.
+func (b *box) noteTrace(inst sandbox.Instance) {
+	if _, ok := inst.(tracer); ok || !b.traced() {
+		return
+	}
+	notes := map[string]string{"trace": "backend " + b.spec.Backend + " does not tell what steps do"}
+	maps.Copy(notes, b.notes)
+	b.notes = notes
 }

@@ -32,6 +32,11 @@ func (s logService) Trace(ctx context.Context, req *connect.Request[dsecv1.Trace
 	q := trajectory.Query{Kinds: traceKinds}
 	for {
 		recs, next, err := s.h.deps.Log.Read(ctx, b.traj, q)
+		if until := b.end(); until > 0 { // what follows is of the sandbox that went on
+			if i := slices.IndexFunc(recs, func(r trajectory.Record) bool { return r.Seq >= until }); i >= 0 {
+				recs, next = recs[:i], q.From
+			}
+		}
 		for i := range recs {
 			if err := r.add(&recs[i], send); err != nil {
 				return err

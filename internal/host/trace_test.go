@@ -184,3 +184,17 @@ func TestSlowLooksArePutOff(t *testing.T) {
 		}
 	})
 }
+
+func TestTraceOfABackendThatCant(t *testing.T) {
+	r := newRig(t, fake.Options{}, nil)
+	b := r.create("k", light)
+	b.mustStart(t, "a", "true")
+	b.mustWait(t, "a")
+	if b.proto().Notes["trace"] == "" {
+		t.Errorf("notes %v", b.proto().Notes)
+	}
+	r.mustStop(b)
+	if n := len(r.told(b)); n != 0 {
+		t.Errorf("%d traces", n)
+	}
+}

@@ -54,12 +54,18 @@ func (x *instance) beginTrace(ctx context.Context) {
 	} else {
 		lack("pressure", err)
 	}
-	k, kerr := x.b.kernel()
+	var k *trace.Kernel
+	var kerr error
+	if !x.ownKernel {
+		k, kerr = x.b.kernel()
+	}
 	switch {
 	case x.ownKernel:
 		lack("processes, connections and pressure", errors.New("the sandbox has a kernel of its own"))
 	case kerr != nil:
 		lack("processes", kerr)
+	case x.ownKernel:
+		lack("processes", errors.New("they run under a kernel of the sandbox's own"))
 	case err != nil:
 		lack("processes", err)
 	default:
