@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING, AsyncIterator, Dict, Mapping, Optional, Type
+from typing import TYPE_CHECKING, AsyncIterator, Collection, Dict, Mapping, Optional, Type
 
 from .. import _ops as ops, _restore as restoring
 from .._octets import Fields, JSON
@@ -95,11 +95,13 @@ class AsyncJob:
 
     def export(
         self, *, rows: str = "steps", labels: Optional[Mapping[str, str]] = None, reward: str = "", ended: bool = False, output_limit: int = 0,
-        timeout: Optional[float] = None,
+        without_labels: Collection[str] = (), timeout: Optional[float] = None,
     ) -> AsyncIterator[Dict[str, object]]:
         """Its trajectories as rows (docs/format/export.md), one a step or with `rows="trajectories"` one a trajectory, as they come.
-        `reward` is a condition such as ">0", "none" or "any"; `output_limit` octets of each stream are in a row (0: 64 KiB, -1: none)."""
-        which = ops.without_empty({"job": self.name, "labels": dict(labels or {}), "reward": reward, "ended": ended})
+        `reward` is a condition such as ">0", "none" or "any"; `output_limit` octets of each stream are in a row (0: 64 KiB, -1: none).
+        `without_labels` leaves out what has one of these labels, as "dsec-replay"."""
+        which = ops.without_empty({"job": self.name, "labels": dict(labels or {}), "reward": reward, "ended": ended,
+                                   "without_labels": list(without_labels)})
         return export(self._t, {"filter": which, "rows": rows, "output_limit": output_limit}, timeout)
 
     async def stop(self) -> SelectorResult:

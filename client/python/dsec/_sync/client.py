@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ssl
 from types import TracebackType
-from typing import TYPE_CHECKING, Iterator, List, Optional, Type, Union
+from typing import TYPE_CHECKING, Collection, Iterator, List, Mapping, Optional, Sequence, Type, Union
 
 from .. import _config, _connect
+from .. import _fncall as fn
 from .. import _ops as ops, _restore as restoring
+from .._fncall import BatchAnswer, CallAnswer, CallFiles, CallInput, CallLimits
+from .._octets import Octets
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
+from ..options import Env
 from .images import Images
 from .jobs import Job
 from .layers import Environments, Keys, Layers
@@ -72,6 +76,48 @@ class Client:
     def capabilities(self) -> List[Capabilities]:
         """What each host's backends can do."""
         return self._t.run(ops.call("SandboxService/Capabilities", {})).subs("backends", Capabilities.of)
+
+    # Function calls.
+
+    def fncall(
+        self, lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Octets = b"", args: Sequence[Octets] = (),
+        env: Optional[Env] = None, secret_env: Collection[Octets] = (), environment: str = "", compile_args: Sequence[str] = (),
+        limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (), keep: Sequence[str] = (),
+        job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,
+    ) -> CallAnswer:
+        """Runs a small program to its end and judges it: `code` in a language, or `cmd`. Nothing of it stays. See `CallLimits` for bounds;
+        `outputs` are files of its work folder to bring back, `keep` those to keep under their SHA-256. The same `key` again gives the
+        recorded answer."""
+        return self._t.run(fn.run(fn.call_body(
+            lang, cmd=cmd, code=code, files=files, stdin=stdin, args=args, env=env, secret_env=secret_env, environment=environment, compile_args=compile_args,
+            limits=limits, compile_limits=compile_limits, outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, gpu=gpu, queue=queue)))
+
+    def fncall_batch(
+        self, inputs: Sequence[CallInput], lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None,
+        environment: str = "", compile_args: Sequence[str] = (), limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None,
+        outputs: Sequence[str] = (), keep: Sequence[str] = (), job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "",
+        queue: Optional[float] = None, stop_early: bool = False,
+    ) -> BatchAnswer:
+        """Compiles a program once and runs it for each input. With `stop_early` the first result that is not OK cancels what has not begun."""
+        return self._t.run(fn.run_batch(fn.batch_body(
+            inputs, lang, cmd=cmd, code=code, files=files, environment=environment, compile_args=compile_args, limits=limits, compile_limits=compile_limits,
+            outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, gpu=gpu, queue=queue, stop_early=stop_early)))
+
+    def cancel_call(self, key: str, *, job: str = "") -> None:
+        """Ends the call of a key, which then answers CANCELLED."""
+        self._t.run(fn.cancel(job, key))
+
+    def put_call_file(self, data: bytes) -> str:
+        """Keeps octets for later calls, under the SHA-256 that it returns."""
+        return self._t.run(fn.put_file(data))
+
+    def get_call_file(self, content: str) -> bytes:
+        """The octets of a kept file."""
+        return self._t.run(fn.get_file(content))
+
+    def call_languages(self) -> Mapping[str, str]:
+        """The languages of calls, each with the reason why it can't be used, "" where it can."""
+        return self._t.run(fn.languages())
 
     # Sandboxes.
 
