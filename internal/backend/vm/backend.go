@@ -87,9 +87,10 @@ type Backend struct {
 	work sync.WaitGroup
 	up   chan struct{} // closed when Run has begun
 
-	mu     sync.Mutex
-	boxes  map[sandbox.ID]*instance
-	called bool // the warden lives, as far as we know
+	mu    sync.Mutex
+	boxes map[sandbox.ID]*instance
+
+	called chan struct{} // a warden was called: Run watches it
 }
 
 var _ sandbox.Backend = (*Backend)(nil)
@@ -125,7 +126,7 @@ func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
 		}
 	}
 	b := &Backend{cfg: cfg, layers: deps.Layers, log: deps.Log.With("backend", cfg.Name), warden: warden.NewClient(cfg.RunDir), slots: newSlots(cfg.Slots),
-		net: deps.Network, boxes: map[sandbox.ID]*instance{}, up: make(chan struct{})}
+		net: deps.Network, boxes: map[sandbox.ID]*instance{}, up: make(chan struct{}), called: make(chan struct{}, 1)}
 	driver, err := vmm.NewQEMU(ctx, vmm.QEMUConfig{Program: cfg.QEMU, Verdict: deps.Verdict, Warden: b.warden})
 	if err != nil {
 		return fail(err)
@@ -197,7 +198,8 @@ func (b *Backend) Run(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(200 * time.Millisecond):
+		case <-b.called:
+		case <-time.After(2 * time.Second):
 		}
 	}
 	b.end()
@@ -219,8 +221,14 @@ func (b *Backend) WaitReady(ctx context.Context) error {
 func (b *Backend) call(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	_, err := warden.Spawn(ctx, b.cfg.Warden[0], b.cfg.Warden[1:], b.cfg.RunDir, b.cfg.Instance)
-	return err
+	if _, err := warden.Spawn(ctx, b.cfg.Warden[0], b.cfg.Warden[1:], b.cfg.RunDir, b.cfg.Instance); err != nil {
+		return err
+	}
+	select {
+	case b.called <- struct{}{}:
+	default:
+	}
+	return nil
 }
 
 // monitorEnded is told of each monitor that ended.
@@ -238,20 +246,24 @@ func (b *Backend) monitorEnded(a warden.Alive) {
 	}
 }
 
-// lostWarden looks whether the warden died: then all machines did.
+// lostWarden ends the sandboxes whose monitors are gone: when a warden dies, its monitors do, and another one knows none of them.
 func (b *Backend) lostWarden(ctx context.Context) {
-	if _, err := b.warden.List(ctx); err == nil || ctx.Err() != nil {
+	list, _ := b.warden.List(ctx)
+	if ctx.Err() != nil {
 		return
+	}
+	lives := map[string]bool{}
+	for _, a := range list {
+		lives[a.ID] = !a.Ended
 	}
 	b.mu.Lock()
 	boxes := slices.Collect(maps.Values(b.boxes))
 	b.mu.Unlock()
 	for _, x := range boxes {
-		if x.isLiving() {
+		if x.isLiving() && !x.isSaved() && !x.isSaving() && !lives[monitorID(x.id)] {
 			x.ended(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "keeper_lost", Detail: "the process that holds the machines of this host died"})
 		}
 	}
-	b.models.forget()
 }
 
 // monitorID names the monitor of a sandbox: IDs are unique for ever.

@@ -235,10 +235,20 @@ func (x *instance) relink(ctx context.Context) error {
 func (x *instance) machineOver(ctx context.Context) bool {
 	s, err := x.vm.Status(ctx)
 	if err != nil {
-		if errors.Is(err, sandbox.ErrLost) && ctx.Err() == nil {
-			return !x.isLiving() // the warden tells how the monitor ended
+		if ctx.Err() != nil || x.isSaved() || x.isSaving() {
+			return false
 		}
-		return false
+		a, e := x.b.monitor(ctx, x.id)
+		switch {
+		case e != nil:
+			return false
+		case a == nil:
+			a = &warden.Alive{Why: "it is gone, and nobody knows how"}
+		case !a.Ended:
+			return false
+		}
+		x.monitorEnded(*a)
+		return true
 	}
 	if s == "running" || s == "paused" {
 		return false
@@ -652,16 +662,19 @@ func (x *instance) endMachine(ctx context.Context) error {
 	}
 	x.cancel()
 	x.serving.Wait()
+	var err error
 	if x.vm != nil {
-		return x.vm.Kill(ctx)
+		err = x.vm.Kill(ctx)
+	} else if err = x.b.warden.Kill(ctx, monitorID(x.id)); err == nil {
+		err = x.b.warden.Forget(ctx, monitorID(x.id))
 	}
-	if err := x.b.warden.Kill(ctx, monitorID(x.id)); err != nil && !errors.Is(err, sandbox.ErrLost) {
-		return err
+	if errors.Is(err, sandbox.ErrLost) {
+		// Its monitors died with the warden; what is left are cgroups, which the next one removes at its start.
+		if err = warden.Sweep(x.b.cfg.RunDir, x.b.cfg.Instance); errors.Is(err, sandbox.ErrExists) {
+			err = nil
+		}
 	}
-	if err := x.b.warden.Forget(ctx, monitorID(x.id)); err != nil && !errors.Is(err, sandbox.ErrLost) {
-		return err
-	}
-	return nil
+	return err
 }
 
 // Destroy runs what undoes the sandbox. Callers that come while one is at it wait for it; one that failed goes on where it stopped.
