@@ -56,6 +56,12 @@ runsc:
 debian-kernel:
 	@scripts/debian-kernel.sh
 
+# The faults of test/e2e once more, in sandboxes under OCI runtimes: R="crun gvisor" by default.
+.PHONY: test-runtimes
+R ?= crun gvisor
+test-runtimes: deps build runsc
+	for r in $(R); do DSEC_E2E_RUNTIME=$$r PATH="$$PATH:$(CURDIR)/bin" $(GO) test -count=1 ./test/e2e -run '^Test(B[0-9]|Session|CrashUp)' || exit 1; done
+
 demo: deps build
 	examples/swe/run.sh
 .PHONY: demo-replay
