@@ -302,7 +302,8 @@ static void child(void *unused)
 		child_fail(S_CONFINE, r);
 	if ((r = limit(RLIMIT_CORE, 0, 0)) < 0 || (r = limit(RLIMIT_NOFILE, head->nofile, head->nofile)) < 0 || (r = limit(RLIMIT_FSIZE, head->fsize, head->fsize)) < 0 ||
 	    (r = limit(RLIMIT_STACK, head->stack, head->stack)) < 0 || (r = limit(RLIMIT_MEMLOCK, head->memlock, head->memlock)) < 0 ||
-	    (r = limit(RLIMIT_MSGQUEUE, 819200, 819200)) < 0 || (r = limit(RLIMIT_RTPRIO, 0, 0)) < 0)
+	    // Queues count for the uid until the kernel has cleared away their namespace, some time after the call: better none than now and then.
+	    (r = limit(RLIMIT_MSGQUEUE, 0, 0)) < 0 || (r = limit(RLIMIT_RTPRIO, 0, 0)) < 0)
 		child_fail(S_CONFINE, r);
 	for (int i = 0; i < 3; i++)
 		if ((r = sys2(__NR_dup2, fds[F_IN + i], i)) < 0)

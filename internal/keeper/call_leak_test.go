@@ -1,0 +1,168 @@
+package keeper
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// leaver looks for what an earlier call may have left, then leaves one of everything. Its exit code tells what it found.
+const leaver = `#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ipc.h>
+#include <sys/mman.h>
+#include <sys/msg.h>
+#include <sys/sem.h>
+#include <sys/shm.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+static int entries(const char *dir, int numbers)
+{
+	DIR *d = opendir(dir);
+	int n = 0;
+	for (struct dirent *e; d && (e = readdir(d));)
+		if (e->d_name[0] != '.' && (!numbers || (e->d_name[0] >= '1' && e->d_name[0] <= '9')))
+			n++;
+	return d ? n : -1;
+}
+static void touch(const char *p)
+{
+	int fd = open(p, O_CREAT | O_EXCL | O_WRONLY, 0666);
+	if (fd < 0 || write(fd, "x", 1) != 1)
+		_exit(90);
+}
+static void wrong(int code) { fprintf(stderr, "found %d: %s\n", code, strerror(errno)); exit(code); }
+int main(void)
+{
+	if (entries(".", 0) != 1) wrong(1);
+	if (entries("/tmp", 0) != 0) wrong(2);
+	if (entries("/dev/shm", 0) != 0) wrong(3);
+	if (entries("/proc", 1) != 1) wrong(4);
+	if (shmget(7, 4096, 0666) >= 0 || errno != ENOENT) wrong(5);
+	if (msgget(7, 0666) >= 0 || errno != ENOENT) wrong(6);
+	if (semget(7, 1, 0666) >= 0 || errno != ENOENT) wrong(7);
+	if (syscall(SYS_mq_open, "dsecleak", O_RDWR, 0, NULL) >= 0 || errno != ENOENT) wrong(8);
+	int s = socket(AF_UNIX, SOCK_STREAM, 0);
+	struct sockaddr_un u = {AF_UNIX, "\0dsecleak"};
+	if (bind(s, (struct sockaddr *)&u, sizeof u) < 0 || listen(s, 5) < 0) wrong(9);
+	int t = socket(AF_INET, SOCK_STREAM, 0), c = socket(AF_INET, SOCK_STREAM, 0);
+	struct sockaddr_in a = {AF_INET, htons(5555), {htonl(0x7f000001)}};
+	if (bind(t, (struct sockaddr *)&a, sizeof a) < 0 || listen(t, 5) < 0) wrong(10);
+	char buf[64];
+	if (getsockopt(t, SOL_SOCKET, SO_ERROR, buf, &(socklen_t){sizeof buf}) < 0) wrong(11);
+	if (syscall(SYS_keyctl, 0, -3 /* session keyring */, 1) >= 0 || (errno != EPERM && errno != ENOSYS)) wrong(12);
+	if (syscall(SYS_add_key, "user", "dsecleak", "x", 1, -4) >= 0 || (errno != EPERM && errno != ENOSYS)) wrong(13);
+	if (getpriority(0, 0) != 0) wrong(14);
+	gethostname(buf, sizeof buf);
+	if (strcmp(buf, "fncall")) wrong(15);
+
+	touch("left"); touch("/tmp/left"); touch("/dev/shm/left"); mkdir("/tmp/d", 0777);
+	if (shmget(7, 1 << 16, IPC_CREAT | 0666) < 0 || msgget(7, IPC_CREAT | 0666) < 0 || semget(7, 1, IPC_CREAT | 0666) < 0) return 91;
+	if (syscall(SYS_mq_open, "dsecleak", O_RDWR | O_CREAT, 0666, NULL) >= 0 || errno != EMFILE) return 92; // there are none
+	if (connect(c, (struct sockaddr *)&a, sizeof a) < 0) return 93; // its ports wait for a minute
+	int x = accept(t, NULL, NULL);
+	close(x); close(c);
+	if (!fork()) { setsid(); if (!fork()) for (;;) pause(); _exit(0); }
+	return 0;
+}
+`
+
+// TestCallsLeaveNothing runs a program that looks for traces of the calls before it, and leaves all kinds itself, again and again in the
+// same uids, groups and namespaces.
+func TestCallsLeaveNothing(t *testing.T) {
+	n := 500
+	if os.Getenv("DSEC_TORTURE") != "" {
+		n = 10_000
+	}
+	h := open(t)
+	p := program(t, leaver)
+	for _, pooled := range []bool{false, true} {
+		t.Run(fmt.Sprintf("pooled=%v", pooled), func(t *testing.T) {
+			var left atomic.Int64
+			left.Store(int64(n))
+			var wg sync.WaitGroup
+			for range 4 {
+				wg.Go(func() {
+					for left.Add(-1) >= 0 && !t.Failed() {
+						r := h.newCall("./p")
+						r.Pooled = pooled
+						r.Files = []CallFile{{Path: "p", Data: p, Exec: true}}
+						e, _, err := h.c.Call(within(t), r)
+						if err != nil || e.Code != 0 || e.Signal != 0 || e.Leftover < 1 {
+							t.Errorf("after %d calls: %v %+v %s", int64(n)-left.Load(), err, e, e.Stderr)
+							return
+						}
+					}
+				})
+			}
+			wg.Wait()
+		})
+	}
+	// On the host there is nothing either: neither processes nor mounts nor objects of the calls.
+	for end := time.Now().Add(longest); ; time.Sleep(20 * time.Millisecond) {
+		out, _ := exec.Command("ps", "-e", "-o", "uid=").Output()
+		found := 0
+		for _, f := range strings.Fields(string(out)) {
+			var uid int
+			if fmt.Sscan(f, &uid); uid >= callUID && uid < callUID+CallUIDs {
+				found++
+			}
+		}
+		if found == 0 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d processes of calls live", found)
+		}
+	}
+}
+
+// TestCallsEndWithTheirKeeper kills the keeper outright: every process of every call goes with it, and the next sweep removes the groups.
+func TestCallsEndWithTheirKeeper(t *testing.T) {
+	h := open(t)
+	var wg sync.WaitGroup
+	for range 6 {
+		wg.Go(func() {
+			h.c.Call(within(t), func() *Call {
+				r := h.newCall("sh", "-c", "(setsid sleep 4242 &) ; sleep 4242")
+				r.CPU, r.Wall = time.Minute, time.Minute
+				return r
+			}())
+		})
+	}
+	count := func() int {
+		out, _ := exec.Command("pgrep", "-u", fmt.Sprintf("%d,%d,%d,%d,%d,%d", callUID, callUID+1, callUID+2, callUID+3, callUID+4, callUID+5)).Output()
+		return len(strings.Fields(string(out)))
+	}
+	until := func(what string, ok func() bool) {
+		t.Helper()
+		for end := time.Now().Add(longest); !ok(); time.Sleep(10 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("%s: %d processes", what, count())
+			}
+		}
+	}
+	until("the calls never began", func() bool { return count() >= 12 }) // each is two processes or three
+	if err := syscall.Kill(h.c.Info().Pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	wg.Wait()
+	until("processes outlived the keeper", func() bool { return count() == 0 })
+	until("its groups can't be removed", func() bool { return Sweep(h.cfg.Dir) == nil && len(leftGroups(h.cfg.Instance)) == 0 })
+}
