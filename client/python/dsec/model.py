@@ -126,6 +126,8 @@ class SandboxInfo:
     no_new_privs: bool = False
     summary: Optional[Summary] = None  # once it has ended
     verdict: Optional[Verdict] = None  # the latest
+    epoch: int = 0  # of its trajectory: grows by one with each restore
+    next: str = ""  # ID of the sandbox that went on in its trajectory, once one has
 
     @classmethod
     def of(cls, f: Fields) -> SandboxInfo:
@@ -138,7 +140,7 @@ class SandboxInfo:
             idle_deadline=f.time("idleDeadline"), total_deadline=f.time("totalDeadline"), host=f.text("host"),
             durability=f.text("durability"), notes=f.texts_by_name("notes"), no_new_privs=f.flag("noNewPrivs"),
             summary=Summary.of(f.sub("summary")) if f.has("summary") else None,
-            verdict=Verdict.of(f.sub("verdict")) if f.has("verdict") else None,
+            verdict=Verdict.of(f.sub("verdict")) if f.has("verdict") else None, epoch=f.number("epoch"), next=f.text("next"),
         )
 
 

@@ -93,6 +93,7 @@ def test_restore(server, client):  # noqa: F811
         assert new.sh("echo >>/tmp/runs; wc -l </tmp/runs; cat /tmp/f", step="a").text.split() == ["1", "kept"] and not calls
         new._t.run = run
         assert new.sh("wc -l </tmp/runs", step="b").text.strip() == "1"
+        assert new.info.epoch == 2 and box.refresh().next == new.id  # the attempt that diverged had an epoch, too
         assert job.run_container(environment="py", key="r1", secret_env=["TOKEN"], env={"TOKEN": "s3cret"}).id == new.id
         new.stop()
 
