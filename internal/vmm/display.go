@@ -45,11 +45,16 @@ func (d *qemuDisplay) Screenshot(ctx context.Context, w io.Writer) error {
 	}
 	f := os.NewFile(uintptr(fd), "screen")
 	defer f.Close()
+	out, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd), os.O_WRONLY, 0) // QEMU wants exactly the mode that it would open with
+	if err != nil {
+		return fmt.Errorf("screenshot: %w", err)
+	}
+	defer out.Close()
 	var set struct {
 		ID int `json:"fdset-id"`
 	}
 	v := d.vm()
-	if err := v.do(ctx, "add-fd", nil, &set, f); err != nil {
+	if err := v.do(ctx, "add-fd", nil, &set, out); err != nil {
 		return fmt.Errorf("screenshot: %w", err)
 	}
 	defer v.do(context.WithoutCancel(ctx), "remove-fd", map[string]int{"fdset-id": set.ID}, nil)
