@@ -166,3 +166,36 @@ func TestCallsEndWithTheirKeeper(t *testing.T) {
 	until("processes outlived the keeper", func() bool { return count() == 0 })
 	until("its groups can't be removed", func() bool { return Sweep(h.cfg.Dir) == nil && len(leftGroups(h.cfg.Instance)) == 0 })
 }
+
+// TestCallsEndWithTheirHost breaks the host's connection, as its death does: what it had asked for is killed, and the keeper goes on.
+func TestCallsEndWithTheirHost(t *testing.T) {
+	h := open(t)
+	var wg sync.WaitGroup
+	for range 3 {
+		wg.Go(func() {
+			r := h.newCall("sh", "-c", "(setsid sleep 5353 &) ; sleep 5353")
+			r.CPU, r.Wall = time.Minute, time.Minute
+			h.c.Call(within(t), r)
+		})
+	}
+	count := func() int {
+		out, _ := exec.Command("pgrep", "-fx", "sleep 5353").Output()
+		return len(strings.Fields(string(out)))
+	}
+	until := func(what string, ok func() bool) {
+		t.Helper()
+		for end := time.Now().Add(longest); !ok(); time.Sleep(10 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("%s: %d processes", what, count())
+			}
+		}
+	}
+	until("the calls never began", func() bool { return count() >= 6 })
+	h.c.Close()
+	wg.Wait()
+	until("processes outlived the host", func() bool { return count() == 0 })
+	h.dial()
+	if e := h.call(h.newCall("true")); e.Code != 0 {
+		t.Errorf("the next host's call: %+v", e)
+	}
+}
