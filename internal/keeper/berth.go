@@ -123,14 +123,14 @@ func (bt *berth) spawn(s *spawner) error {
 		return err
 	}
 	defer unix.Close(far)
-	at, err := bt.grp.open("init")
+	at, err := bt.grp.open(bt.grp.cradle()...)
 	if err != nil {
 		ctl.Close()
 		return err
 	}
 	defer unix.Close(at)
-	// No cgroup namespace: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could then clone
-	// nothing into the groups of its commands. Each command has one of its own (wire.StartCgroupNS).
+	// No cgroup namespace by the clone: it would be rooted at the keeper's group, and with nsdelegate (systemd's mounts) process 1 could
+	// then clone nothing into the groups of its commands. See group.cradle.
 	pid, err := s.spawn(far, at)
 	if err != nil {
 		ctl.Close()
@@ -144,6 +144,15 @@ func (bt *berth) spawn(s *spawner) error {
 func (bt *berth) prepare(k *Keeper) error {
 	o := &ops{}
 	defer o.close()
+	if k.cg.pure() {
+		dir, path := bt.grp.at("", "init", "cgroup.procs")
+		fd, err := unix.Openat(dir, path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("open cgroup %s: %w", path, err)
+		}
+		o.mine = append(o.mine, fd)
+		o.fd("cgroup", fd)
+	}
 	o.fd("netns", bt.netns.fd)
 	if err := o.move("/dev")(clonePlain(k.tmpl.dev)); err != nil {
 		return err

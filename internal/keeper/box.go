@@ -136,7 +136,7 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 	if birth.Runtime != nil {
 		b.grp.owner, b.grp.res = int(birth.UIDBase)+idsPerSandbox, hostLimits(birth)
 		if err = b.grp.make(); err == nil {
-			err = b.grp.settle()
+			err = errors.Join(b.grp.settle(), b.grp.delegate())
 		}
 		if err != nil {
 			unix.Close(parent)
@@ -173,7 +173,10 @@ func (b *box) bear(ctx context.Context, birth *Birth, parent int) (err error) {
 	if err := b.grp.settle(); err != nil { // while process 1 is at it; nothing of the sandbox runs before its word
 		return err
 	}
-	return b.awaitReady(ctx)
+	if err := b.awaitReady(ctx); err != nil {
+		return err
+	}
+	return b.grp.delegate()
 }
 
 func (b *box) sendBirth(birth *Birth, r *root, sl slot) error {

@@ -337,12 +337,22 @@ func (b *group) make() error {
 			return err
 		}
 	}
-	if b.g.pure() { // a child's controllers come with its making or later, each in a step of its own
-		if err := b.write("+cpu +memory", "", "cgroup.subtree_control"); err != nil {
-			return err
-		}
+	if b.g.pure() {
+		return nil // see delegate
 	}
 	return b.mkdir("", commandGroup(0))
+}
+
+// cradle is the group in which process 1 is born. Where v2 has the limits, runtimes look for them at the leaf, which they find by what
+// /proc/self/cgroup says below what is mounted: so the cgroup namespace is rooted at the sandbox's group, the one that is mounted. (Where
+// each command has a namespace rooted at its own group, what is mounted is "/..", and Go's runtime gives up.) Process 1 is born there,
+// makes the namespace and moves into its own group. On a hybrid the limits' groups have no leaves, and each command has a namespace of
+// its own.
+func (b *group) cradle() []string {
+	if b.g.pure() {
+		return nil
+	}
+	return []string{"init"}
 }
 
 // settle makes the groups a sandbox's.
@@ -353,11 +363,33 @@ func (b *group) settle() error {
 	if err := b.limit(); err != nil {
 		return err
 	}
-	first := commandGroup(0)
-	if err := b.fit(first); err != nil {
+	if b.g.pure() {
+		return nil
+	}
+	return b.first()
+}
+
+// delegate lets there be groups of commands, once process 1 has left its cradle: a group whose children have controllers holds no process.
+func (b *group) delegate() error {
+	if !b.g.pure() {
+		return nil
+	}
+	if err := b.write("+cpu +memory", "", "cgroup.subtree_control"); err != nil {
+		return fmt.Errorf("enable controllers for commands: %w", err)
+	}
+	if err := b.mkdir("", commandGroup(0)); err != nil {
 		return err
 	}
-	b.next, b.spare = 1, append(b.spare, spare{name: first})
+	return b.first()
+}
+
+// first makes the group that waits for the first command the sandbox's.
+func (b *group) first() error {
+	name := commandGroup(0)
+	if err := b.fit(name); err != nil {
+		return err
+	}
+	b.next, b.spare = 1, append(b.spare, spare{name: name})
 	return nil
 }
 

@@ -217,7 +217,8 @@ func (b *box) launch(c *command, req *sandbox.Command, l launch) error {
 			return err
 		}
 		defer unix.Close(at)
-	} else {
+	}
+	if b.inner || b.k.cg.pure() && b.birth.Runtime == nil { // see group.cradle
 		m.Flags &^= wire.StartCgroupNS
 	}
 	c.mu.Lock()

@@ -623,6 +623,11 @@ static i64 op(char *verb, char *p, char *stop)
 		return sys2(__NR_setns, fdarg(a), CLONE_NEWNET);
 	if (eq(verb, "base"))
 		return op_base();
+	if (eq(verb, "cgroup")) { // the namespace's root is the group that we are in now
+		if ((r = sys1(__NR_unshare, CLONE_NEWCGROUP)) < 0)
+			return r;
+		return sys3(__NR_write, fdarg(a), "0", 1);
+	}
 	if (eq(verb, "drop")) // below the root, so that it ends with the namespace: an end of its own would wait for the kernel once more
 		return sys5(__NR_move_mount, fdarg(a), "", base, "drop", MOVE_MOUNT_F_EMPTY_PATH);
 	if (eq(verb, "shift")) {
