@@ -566,8 +566,16 @@ func (b *box) freeze(on bool) error {
 		b.mu.Unlock()
 		return fmt.Errorf("sandbox %s has ended: %w", b.id, sandbox.ErrState)
 	}
+	already := b.inner && b.frozen == on // a runtime refuses what is so already
 	b.mu.Unlock()
-	if err := b.grp.freeze(on, freezeBound); err != nil {
+	if already {
+		return nil
+	}
+	stop := func() error { return b.grp.freeze(on, freezeBound) }
+	if b.inner {
+		stop = func() error { return b.pauseInside(on) }
+	}
+	if err := stop(); err != nil {
 		return err
 	}
 	b.mu.Lock()

@@ -14,7 +14,6 @@ import (
 	"strings"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"github.com/dsec-dev/dsec/internal/guest/wire"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -31,7 +30,7 @@ const (
 	bundles      = "oci" // in the run folder
 	bundleMark   = "@BUNDLE@"
 	startBound   = 25 * time.Second
-	orphanEvery  = 5 * time.Second
+	orphanEvery  = 2 * time.Second
 	maxConfig    = 1 << 20
 	innerReserve = 64 << 20 // octets that the runtime's own kernel may use beyond the sandbox's limit
 	innerTasks   = 1024     // and tasks; it also has up to four for each of the sandbox's
@@ -488,45 +487,110 @@ func (k *Keeper) adoptOrphans() {
 		return
 	}
 	go func() {
-		last := 0
+		was := map[int]bool{}
 		for {
 			select {
 			case <-k.ended:
 				return
 			case <-time.After(orphanEvery):
 			}
-			// A child that has been dead for so long, at two looks, is waited for by nobody.
-			pid := deadChild()
-			if pid != 0 && pid == last {
-				unix.Wait4(pid, nil, unix.WNOHANG, nil)
-				pid = 0
+			// A child that was dead at the last look too is waited for by nobody.
+			now := map[int]bool{}
+			for _, pid := range k.deadOrphans() {
+				if was[pid] {
+					unix.Wait4(pid, nil, unix.WNOHANG, nil)
+				} else {
+					now[pid] = true
+				}
 			}
-			last = pid
+			was = now
 		}
 	}()
+}
+
+// deadOrphans are children that have ended in a sandbox's group and are the process 1 of none.
+func (k *Keeper) deadOrphans() (pids []int) {
+	known := map[int]bool{}
+	for _, b := range k.all() {
+		b.mu.Lock()
+		known[b.pid] = true
+		b.mu.Unlock()
+	}
+	for _, pid := range children() {
+		if known[pid] {
+			continue
+		}
+		var buf [4096]byte
+		text, err := readFile("/proc/"+strconv.Itoa(pid)+"/cgroup", buf[:])
+		if err != nil || !strings.Contains(string(text), "/"+k.cg.name+"/"+classLS+"/") && !strings.Contains(string(text), "/"+k.cg.name+"/"+classBE+"/") {
+			continue
+		}
+		if text, err = readFile("/proc/"+strconv.Itoa(pid)+"/stat", buf[:]); err == nil && strings.Contains(string(text), ") Z ") {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// children are the keeper's, of whichever thread; none where the kernel does not list them.
+func children() (pids []int) {
+	tasks, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		return nil
+	}
+	for _, t := range tasks {
+		var buf [64 << 10]byte
+		text, err := readFile("/proc/self/task/"+t.Name()+"/children", buf[:])
+		if err != nil {
+			continue // it ended meanwhile
+		}
+		for word := range strings.FieldsSeq(string(text)) {
+			if pid, err := strconv.Atoi(word); err == nil {
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids
+}
+
+// pauseInside has gVisor stop or start what runs in it. Its own processes are not frozen: a program that one of their signals meets in
+// the middle of a switch ends by SIGSEGV when they go on.
+func (b *box) pauseInside(on bool) error {
+	verb := "resume"
+	if on {
+		verb = "pause"
+	}
+	at := b.k.bundle(b.id)
+	log, err := os.OpenFile(filepath.Join(at, "log"), os.O_RDWR|os.O_TRUNC|os.O_APPEND, 0)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	null := uintptr(b.k.tmpl.null)
+	r := b.birth.Runtime
+	pid, err := syscall.ForkExec(r.Program, []string{r.Kind, "--root", at + "/state", verb, string(b.id)}, &syscall.ProcAttr{
+		Dir: at, Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, Files: []uintptr{null, log.Fd(), log.Fd()}, Sys: &syscall.SysProcAttr{Setsid: true},
+	})
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", verb, b.id, err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*freezeBound)
+	defer cancel()
+	if err := waitChild(ctx, pid); err != nil {
+		return fmt.Errorf("%s %s by %s: %w%s", verb, b.id, r.Kind, err, tailOf(log))
+	}
+	return nil
 }
 
 // takeEnds takes the ends of processes of a sandbox that a runtime left to the keeper, but for its process 1. It reports whether some of
 // them live on.
 func (b *box) takeEnds() (living bool) {
-	tasks, err := os.ReadDir("/proc/self/task")
-	if err != nil {
-		return false
-	}
-	for _, t := range tasks {
-		var buf [16 << 10]byte
-		text, err := readFile("/proc/self/task/"+t.Name()+"/children", buf[:])
-		if err != nil {
-			continue // it ended; or a kernel without that file, and then the look every few seconds does it
+	for _, pid := range children() {
+		if pid == b.pid || !b.holds(pid) {
+			continue
 		}
-		for word := range strings.FieldsSeq(string(text)) {
-			pid, err := strconv.Atoi(word)
-			if err != nil || pid == b.pid || !b.holds(pid) {
-				continue
-			}
-			if n, err := unix.Wait4(pid, nil, unix.WNOHANG, nil); n == 0 && err == nil {
-				living = true
-			}
+		if n, err := unix.Wait4(pid, nil, unix.WNOHANG, nil); n == 0 && err == nil {
+			living = true
 		}
 	}
 	return living
@@ -537,15 +601,6 @@ func (b *box) holds(pid int) bool {
 	var buf [4096]byte
 	text, err := readFile("/proc/"+strconv.Itoa(pid)+"/cgroup", buf[:])
 	return err == nil && strings.Contains(string(text), "/"+b.grp.g.name+"/"+b.grp.class+"/"+b.grp.id+"/")
-}
-
-// deadChild is a child that has ended and was not waited for; 0: none.
-func deadChild() int {
-	var info unix.Siginfo
-	if err := unix.Waitid(unix.P_ALL, 0, &info, unix.WEXITED|unix.WNOWAIT|unix.WNOHANG, nil); err != nil || info.Signo == 0 {
-		return 0
-	}
-	return int(*(*int32)(unsafe.Add(unsafe.Pointer(&info), 16))) // si_pid, which the package does not name; three ints and padding before it
 }
 
 // dropBundle removes the folder of a sandbox and the empty groups that its runtime made.
