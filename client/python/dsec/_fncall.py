@@ -198,6 +198,56 @@ def batch_body(
     return body
 
 
+@dataclass(frozen=True)
+class CallSide:
+    """A program of a pair; its standard input is the other's output."""
+
+    lang: str = ""
+    cmd: Sequence[Octets] = ()
+    code: Octets = ""
+    files: Optional[CallFiles] = None
+    args: Sequence[Octets] = ()
+    env: Optional[Env] = None
+    environment: str = ""
+    compile_args: Sequence[str] = ()
+    limits: Optional[CallLimits] = None
+    compile_limits: Optional[CallLimits] = None
+    outputs: Sequence[str] = ()
+
+    def body(self) -> JSON:
+        return ops.without_empty({
+            "program": program_body(self.lang, self.cmd, self.code, self.files, self.environment, self.compile_args),
+            "input": CallInput(args=self.args, env=self.env).body(), "limits": self.limits.body() if self.limits else {},
+            "compile_limits": self.compile_limits.body() if self.compile_limits else {}, "outputs": [{"path": p} for p in self.outputs],
+        })
+
+
+@dataclass(frozen=True)
+class PairAnswer:
+    """What a program and its interactor came to; results are None when compiling failed."""
+
+    program_compile: Optional[CallResult]
+    interactor_compile: Optional[CallResult]
+    program: Optional[CallResult]
+    interactor: Optional[CallResult]
+    first_ended: str  # program | interactor
+    key: str
+    recorded: bool
+
+    @classmethod
+    def of(cls, f: Fields) -> PairAnswer:
+        return cls(part(f, "programCompile"), part(f, "interactorCompile"), part(f, "program"), part(f, "interactor"), f.text("firstEnded"),
+                   f.text("key"), f.flag("recorded"))
+
+
+def run_pair(program: CallSide, interactor: CallSide, job: str, key: str, hash_only: bool, pooled: bool, queue: Optional[float]) -> ops.Op[PairAnswer]:
+    body = ops.without_empty({
+        "program": program.body(), "interactor": interactor.body(), "job": job, "key": key, "hash_only": hash_only, "mode": "pooled" if pooled else "",
+        "queue_ms": milliseconds(queue, "queue"),
+    })
+    return PairAnswer.of((yield from ops.call("FnCallService/RunPair", body, timeout=CALL_TIME)))
+
+
 def run(body: JSON) -> ops.Op[CallAnswer]:
     return CallAnswer.of((yield from ops.call("FnCallService/Run", body, timeout=CALL_TIME)))
 

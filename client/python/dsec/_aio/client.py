@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, AsyncIterator, Collection, List, Mapping, Opti
 from .. import _config, _connect
 from .. import _fncall as fn
 from .. import _ops as ops, _restore as restoring
-from .._fncall import BatchAnswer, CallAnswer, CallFiles, CallInput, CallLimits
+from .._fncall import BatchAnswer, CallAnswer, CallFiles, CallInput, CallLimits, CallSide, PairAnswer
 from .._octets import Octets
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
@@ -103,6 +103,12 @@ class AsyncClient:
         return await self._t.run(fn.run_batch(fn.batch_body(
             inputs, lang, cmd=cmd, code=code, files=files, environment=environment, compile_args=compile_args, limits=limits, compile_limits=compile_limits,
             outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, gpu=gpu, queue=queue, stop_early=stop_early)))
+
+    async def fncall_pair(
+        self, program: CallSide, interactor: CallSide, *, job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, queue: Optional[float] = None,
+    ) -> PairAnswer:
+        """Runs a program and its interactor, each one's standard output being the other's standard input."""
+        return await self._t.run(fn.run_pair(program, interactor, job, key, hash_only, pooled, queue))
 
     async def cancel_call(self, key: str, *, job: str = "") -> None:
         """Ends the call of a key, which then answers CANCELLED."""
