@@ -210,8 +210,15 @@ func (x *instance) start(ctx context.Context, s *vmm.Spec) error {
 			return err
 		}
 		if err == nil {
-			x.h.Template = t.key
-			return x.clone(ctx, s, t)
+			if err = x.clone(ctx, s, t); err == nil || ctx.Err() != nil {
+				x.h.Template = t.key
+				return err
+			}
+			b.models.drop(t)
+			if x.vm != nil {
+				err = errors.Join(err, x.vm.Kill(ctx))
+			}
+			x.vm, s.Backing, s.Incoming = nil, vmm.Memory{}, false
 		}
 		b.log.Warn("no template: the machine boots", "sandbox", x.id, "err", err)
 	}

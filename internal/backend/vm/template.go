@@ -166,6 +166,15 @@ func (t *templates) dropLocked(x *template) {
 	}
 }
 
+// drop drops one whose clone did not come up: the next create makes another.
+func (t *templates) drop(x *template) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.have[x.key] == x {
+		t.dropLocked(x)
+	}
+}
+
 // forget drops all that is known: the warden goes or has gone.
 func (t *templates) forget() {
 	t.mu.Lock()
