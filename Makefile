@@ -68,6 +68,11 @@ demo: deps build
 demo-replay: deps build
 	examples/swe/run.sh -replay
 
+# Go's own test programs, judged by function calls: examples/judge. N takes a sample.
+.PHONY: judge
+judge: deps build
+	examples/judge/run.sh $(if $(N),-n $(N))
+
 # A trainer and the host under it are killed at random moments: examples/preempt/README.md.
 .PHONY: preempt
 preempt: deps build

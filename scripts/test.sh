@@ -18,4 +18,5 @@ limit=1500 each=20m
 timeout $limit go test -json -p 1 -timeout $each ./... >"$out" 2>&1 || fail=1
 go run ./scripts/report "$out" || fail=1
 step python scripts/test_python.sh
+step judge examples/judge/run.sh -n 100
 exit $fail

@@ -125,7 +125,7 @@ func (j *judge) program(ctx context.Context, p *program) error {
 
 // call compiles and runs a program under its own name, which some of them look for in their stacks.
 func (j *judge) call(ctx context.Context, p *program, extra []byte) (*client.CallAnswer, error) {
-	c := client.Call{Lang: "go-test", Files: []*dsecv1.CallFile{{Path: p.file(), Data: p.code}}, CompileArgs: []string{p.file()}, HashOnly: true, Queue: 10 * time.Minute}
+	c := client.Call{Lang: "go-test", Code: p.path, Files: []*dsecv1.CallFile{{Path: p.file(), Data: p.code}}, CompileArgs: []string{p.file()}, HashOnly: true, Queue: 10 * time.Minute}
 	if extra != nil {
 		c.Files = append(c.Files, &dsecv1.CallFile{Path: "a_mistake.go", Data: extra})
 		c.CompileArgs = []string{"a_mistake.go", p.file()}

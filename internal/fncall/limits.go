@@ -68,13 +68,13 @@ func (l Limits) Check() error {
 		name          string
 		v, least, top int64
 	}{
-		{"cpu_ms", int64(l.CPU), int64(time.Millisecond), int64(m.CPU)}, {"wall_ms", int64(l.Wall), int64(time.Millisecond), int64(m.Wall)},
+		{"cpu_ms", l.CPU.Milliseconds(), 1, m.CPU.Milliseconds()}, {"wall_ms", l.Wall.Milliseconds(), 1, m.Wall.Milliseconds()},
 		{"memory", l.Memory, 1 << 20, m.Memory}, {"processes", int64(l.Processes), 1, int64(m.Processes)}, {"output", l.Output, 1, m.Output},
 		{"file_size", l.FileSize, 1, m.FileSize}, {"disk", l.Disk, 4096, m.Disk}, {"files", int64(l.Files), 1, int64(m.Files)},
 		{"stack", l.Stack, 64 << 10, m.Stack}, {"open_files", int64(l.OpenFiles), 4, int64(m.OpenFiles)},
 	} {
 		if f.v < f.least || f.v > f.top {
-			return fmt.Errorf("limits.%s: %d is out of range (durations here in nanoseconds), want %d to %d: %w", f.name, f.v, f.least, f.top, sandbox.ErrInvalid)
+			return fmt.Errorf("limits.%s: %d is out of range, want %d to %d: %w", f.name, f.v, f.least, f.top, sandbox.ErrInvalid)
 		}
 	}
 	return nil

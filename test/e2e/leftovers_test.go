@@ -108,7 +108,7 @@ func (s *service) cgroups() []string {
 		for _, class := range []string{"ls", "be"} {
 			found, _ := filepath.Glob(top + "/" + class + "/*")
 			for _, f := range found {
-				if st, err := os.Stat(f); err == nil && st.IsDir() {
+				if st, err := os.Stat(f); err == nil && st.IsDir() && !restingCall(f) {
 					groups = append(groups, f)
 				}
 			}
@@ -118,6 +118,15 @@ func (s *service) cgroups() []string {
 		}
 	}
 	return out
+}
+
+// restingCall reports whether a group is one of those that wait for the next function call: nothing runs in it.
+func restingCall(group string) bool {
+	if !strings.HasPrefix(filepath.Base(group), "fncall-") {
+		return false
+	}
+	procs, err := os.ReadFile(filepath.Join(group, "cgroup.procs"))
+	return err == nil && len(procs) == 0
 }
 
 // mounts are those of the service's folders in this mount namespace and in the keeper's two, but for those that stand as long as the

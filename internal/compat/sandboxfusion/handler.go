@@ -52,7 +52,7 @@ const served = "python, cpp, bash, nodejs, go, pytest"
 
 const (
 	bodyMax    = 64 << 20 // octets of a request
-	secondsMax = 3600     // of one stage
+	secondsMax = 480      // of one stage
 	fetchMax   = 64       // files asked back
 )
 
@@ -120,7 +120,7 @@ func (h *Handler) runCode(w http.ResponseWriter, r *http.Request) {
 	answer(w, h.response(res.Msg))
 }
 
-// forward passes the caller's key on: a bearer token, or the password or user name of a URL like http://KEY@host/, which is all that
+// forward passes the caller's key on: a bearer token, or the password or user name of a URL like http://dsec:KEY@host/, which is all that
 // SandboxFusion's clients can be told.
 func forward(to http.Header, r *http.Request) {
 	key := r.Header.Get("Authorization")
@@ -233,7 +233,7 @@ func stageOf(r *dsecv1.CallResult) *stage {
 	}
 	s := &stage{Status: "Finished", ExecutionTime: float64(r.WallUs) / 1e6, CPUTime: float64(r.CpuUs) / 1e6, ReturnCode: r.Code,
 		Stdout: text(r.Stdout, r.StdoutRaw), Stderr: text(r.Stderr, r.StderrRaw)}
-	if r.Verdict == "TLE" {
+	if r.Limit == "wall" || r.Limit == "cpu" { // of a run, or of a compiler, whose verdict is CE
 		s.Status = "TimeLimitExceeded"
 	}
 	if s.ReturnCode == 0 && r.Verdict != "OK" {

@@ -80,6 +80,8 @@ func TestAnswers(t *testing.T) {
 		{"compiled", &dsecv1.RunCallResponse{Compile: ok, Result: ok}, response{Status: "Success", Compile: finished, Run: finished}},
 		{"compile error", &dsecv1.RunCallResponse{Compile: &dsecv1.CallResult{Verdict: "CE", Code: 1, Stderr: "no"}},
 			response{Status: "Failed", Message: "CE", Compile: &stage{Status: "Finished", ReturnCode: 1, Stderr: "no"}}},
+		{"compiler out of time", &dsecv1.RunCallResponse{Compile: &dsecv1.CallResult{Verdict: "CE", Code: 137, Limit: "wall"}},
+			response{Status: "Failed", Message: "CE", Compile: &stage{Status: "TimeLimitExceeded", ReturnCode: 137}}},
 		{"run-time error", &dsecv1.RunCallResponse{Result: &dsecv1.CallResult{Verdict: "RE", Code: 3}},
 			response{Status: "Failed", Message: "RE", Run: &stage{Status: "Finished", ReturnCode: 3}}},
 		{"signal", &dsecv1.RunCallResponse{Result: &dsecv1.CallResult{Verdict: "SIG", Code: 139, Signal: 11}},

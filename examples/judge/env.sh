@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Makes the environment of the languages that come with dsec, with this machine's Go, once, and prints its file below the repository's root.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+tar=bin/fncall/env-$(sha256sum scripts/fncall_env.sh | cut -c1-12)-$(go env GOVERSION).tar
+mkdir -p bin/fncall
+exec 9>bin/fncall/lock
+flock 9
+if [ ! -s "$tar" ]; then
+  echo "making the environment of function calls from Debian's packages; a few minutes" >&2
+  scripts/fncall_env.sh "$PWD/$tar.part" go >&2
+  mv "$tar.part" "$tar"
+fi
+echo "$tar"
