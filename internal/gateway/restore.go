@@ -10,6 +10,7 @@ import (
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/api/dsec/v1/dsecv1connect"
+	"github.com/dsec-dev/dsec/internal/iam"
 	"github.com/dsec-dev/dsec/internal/placement"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -139,6 +140,11 @@ func (g *Gateway) restoreLost(ctx context.Context, hq *dsecv1.HostRestoreRequest
 		}
 	}
 	if q.LostHost == string(lost) {
+		// Giving a host up ends what it has of every project, so that is said by who has them all.
+		if project := rpc.Project(ctx); project != iam.DefaultProject {
+			return nil, fmt.Errorf("restore: lost_host: a host holds sandboxes of all projects: want a key of project %s, not of %.200s: %w",
+				iam.DefaultProject, project, sandbox.ErrDenied)
+		}
 		hq.SilentMs = -1
 	}
 	order := orderOf(q.Job, q.Key, "")

@@ -100,6 +100,14 @@ func TestRestoreFindsItsHost(t *testing.T) {
 	if _, err := restore(&dsecv1.RestoreRequest{Job: "j", Key: "k"}); !errors.Is(err, rpc.ErrUnavailable) {
 		t.Fatalf("by a key, with a host that is silent: %v", err)
 	}
+	if err := c.keys.CreateProject(ctx, "default/tenant"); err != nil {
+		t.Fatal(err)
+	}
+	tenant := connect.NewRequest(&dsecv1.RestoreRequest{Sandbox: sb.Id, LostHost: sb.Host})
+	tenant.Header().Set(rpc.HeaderProject, "default/tenant")
+	if _, err := client.Restore(ctx, tenant); !errors.Is(rpc.FromError(err), sandbox.ErrDenied) {
+		t.Errorf("a tenant gave up a host of all: %v", err)
+	}
 	for _, h := range c.hosts {
 		h.restores.taken()
 	}
