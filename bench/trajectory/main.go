@@ -21,26 +21,34 @@ func main() {
 	steps := flag.Int("steps", 20000, "recorded steps that a new client learns")
 	records := flag.Int("records", 1_000_000, "records of the log that is opened after a crash")
 	write := flag.String("write", "", "write a log of so many records into this folder and die (used by the benchmark itself)")
+	traces := flag.Int("traces", 2, "times that a build and a test run are measured with each trace and without, in turn")
+	alone := flag.Bool("trace", false, "measure traces alone")
 	flag.Parse()
 	if *write != "" {
 		writeAndDie(*write, *records)
 	}
 	ctx, cancel := measure.Context()
 	defer cancel()
-	if err := run(ctx, *rounds, *steps, *records); err != nil {
+	if err := run(ctx, *rounds, *steps, *records, *traces, *alone); err != nil {
 		fmt.Fprintln(os.Stderr, "bench trajectory:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, rounds, steps, records int) error {
+func run(ctx context.Context, rounds, steps, records, traces int, alone bool) error {
+	if alone {
+		return traced(ctx, traces)
+	}
 	if err := logAlone(ctx, records); err != nil {
 		return err
 	}
 	if err := overhead(ctx, rounds); err != nil {
 		return err
 	}
-	return fastForward(ctx, steps)
+	if err := fastForward(ctx, steps); err != nil {
+		return err
+	}
+	return traced(ctx, traces)
 }
 
 // overhead compares commands with the log and without, and with durability host, server by server in turn.

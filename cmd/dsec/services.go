@@ -394,7 +394,10 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: peer}, logger); err != nil {
 		return nil, err
 	}
-	gc := gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, OpenMetrics: f.Metrics}
+	gc := gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, Runtime: p.settings.Gateway.Runtime, OpenMetrics: f.Metrics}
+	if _, err := sandbox.BackendOf("container", gc.Runtime); err != nil {
+		return nil, fmt.Errorf("gateway.runtime: %w", err)
+	}
 	if err := setDuration(&gc.Stall, "gateway.stall", p.settings.Gateway.Stall); err != nil {
 		return nil, err
 	}
