@@ -15,7 +15,7 @@ func TestSealedProgramRunsAndCannotBeChanged(t *testing.T) {
 		t.Skip("no /bin/true on this machine")
 	}
 	defer src.Close()
-	f, err := sealed(src)
+	f, err := sealed("true", src)
 	if err != nil {
 		t.Fatal(err)
 	}
