@@ -3,6 +3,7 @@ package layer
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -19,9 +20,9 @@ const (
 	settleMost  = 20 // looks in all
 )
 
-// settle makes sure that the layer has a form that was added; it returns the descriptor as it is then.
+// settle makes sure that the layer has a form that was added; it returns the descriptor as it is then, or ErrExhausted where others leave it no peace.
 func (c *Catalogue) settle(ctx context.Context, d Descriptor, form Form) (Descriptor, error) {
-	for look, calm := 0, 0; look < settleMost && calm < settleLooks; look++ {
+	for look, calm := 0, 0; look < settleMost; look++ {
 		select {
 		case <-time.After(settleTime):
 		case <-ctx.Done():
@@ -38,8 +39,11 @@ func (c *Catalogue) settle(ctx context.Context, d Descriptor, form Form) (Descri
 		if calm++; again {
 			calm = 0
 		}
+		if calm == settleLooks {
+			return d, nil
+		}
 	}
-	return d, nil
+	return d, fmt.Errorf("layer %s: others change its descriptor all the time, so the form that was added may be lost to one of them; do it again: %w", d.ID, sandbox.ErrExhausted)
 }
 
 // addAgain puts a form in front when the layer has lost it.
