@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/semaphore"
@@ -42,6 +43,8 @@ type Host struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	ready  chan struct{} // closed when recovery is done
+	// unshipped says that the store may lack what the last host recorded with durability store.
+	unshipped atomic.Bool
 
 	calls  *fncall.Engine // nil: none are run
 	loaded histories      // steps of ended sandboxes that were read back
@@ -224,6 +227,20 @@ func project(ctx context.Context) string {
 		return p
 	}
 	return "default"
+}
+
+// told is get for calls that may answer what is recorded: with durability store not before what the last host recorded is in the store, which
+// may have been out of reach when this one began.
+func (h *Host) told(ctx context.Context, ref string) (*box, error) {
+	b, err := h.get(ctx, ref)
+	if err != nil || b.spec.Durability != sandbox.DurabilityStore || !h.unshipped.Load() {
+		return b, err
+	}
+	if err := b.ship(); err != nil {
+		return nil, fmt.Errorf("sandbox %s: what the last host recorded of it: %w", b.id, err)
+	}
+	h.unshipped.Store(false)
+	return b, nil
 }
 
 // get resolves an ID, or the name of a sandbox that has not ended, in the caller's project.

@@ -316,9 +316,12 @@ func (h *Host) reship(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, shipWait)
 	defer cancel()
-	if err := h.deps.Log.Ship(ctx); err != nil && ctx.Err() != nil {
-		h.log.Warn("ship what the last host recorded; it follows with the next record", "err", err)
+	h.unshipped.Store(true)
+	if err := h.deps.Log.Ship(ctx); err != nil {
+		h.log.Warn("ship what the last host recorded; nothing of it is answered before", "err", err)
+		return
 	}
+	h.unshipped.Store(false)
 }
 
 // sweep removes what belongs to no living sandbox. It is tried a few times: what is left behind would never be found again.

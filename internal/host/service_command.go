@@ -19,7 +19,7 @@ type commandService struct{ h *Host }
 
 func (s commandService) Start(ctx context.Context, req *connect.Request[dsecv1.StartRequest]) (*connect.Response[dsecv1.StartResponse], error) {
 	m := req.Msg
-	b, err := s.h.get(ctx, m.GetSandbox())
+	b, err := s.h.told(ctx, m.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -74,7 +74,7 @@ func longPoll(ms int64, unset time.Duration) (time.Duration, error) {
 }
 
 func (s commandService) command(ctx context.Context, ref, id string) (*box, *step, error) {
-	b, err := s.h.get(ctx, ref)
+	b, err := s.h.told(ctx, ref)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -142,7 +142,7 @@ func (s commandService) ReadOutput(ctx context.Context, req *connect.Request[dse
 
 func (s commandService) WriteStdin(ctx context.Context, req *connect.Request[dsecv1.WriteStdinRequest]) (*connect.Response[dsecv1.WriteStdinResponse], error) {
 	m := req.Msg
-	b, err := s.h.get(ctx, m.GetSandbox())
+	b, err := s.h.told(ctx, m.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -155,7 +155,7 @@ func (s commandService) WriteStdin(ctx context.Context, req *connect.Request[dse
 
 func (s commandService) Signal(ctx context.Context, req *connect.Request[dsecv1.SignalRequest]) (*connect.Response[dsecv1.SignalResponse], error) {
 	m := req.Msg
-	b, err := s.h.get(ctx, m.GetSandbox())
+	b, err := s.h.told(ctx, m.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -197,7 +197,7 @@ func signalNumber(n int32, name string) (int, error) {
 
 func (s commandService) Resize(ctx context.Context, req *connect.Request[dsecv1.ResizeRequest]) (*connect.Response[dsecv1.ResizeResponse], error) {
 	m := req.Msg
-	b, err := s.h.get(ctx, m.GetSandbox())
+	b, err := s.h.told(ctx, m.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -217,7 +217,7 @@ func (s commandService) Resize(ctx context.Context, req *connect.Request[dsecv1.
 // List answers in the order of the starts; the page token is the seq of the last one before.
 func (s commandService) List(ctx context.Context, req *connect.Request[dsecv1.ListCommandsRequest]) (*connect.Response[dsecv1.ListCommandsResponse], error) {
 	m := req.Msg
-	b, err := s.h.get(ctx, m.GetSandbox())
+	b, err := s.h.told(ctx, m.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -268,7 +268,7 @@ func (s commandService) List(ctx context.Context, req *connect.Request[dsecv1.Li
 }
 
 func (s commandService) OpenSession(ctx context.Context, req *connect.Request[dsecv1.OpenSessionRequest]) (*connect.Response[dsecv1.OpenSessionResponse], error) {
-	b, err := s.h.get(ctx, req.Msg.GetSandbox())
+	b, err := s.h.told(ctx, req.Msg.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -284,7 +284,7 @@ func (s commandService) OpenSession(ctx context.Context, req *connect.Request[ds
 }
 
 func (s commandService) CloseSession(ctx context.Context, req *connect.Request[dsecv1.CloseSessionRequest]) (*connect.Response[dsecv1.CloseSessionResponse], error) {
-	b, err := s.h.get(ctx, req.Msg.GetSandbox())
+	b, err := s.h.told(ctx, req.Msg.GetSandbox())
 	if err != nil {
 		return nil, err
 	}
@@ -296,7 +296,7 @@ func (s commandService) CloseSession(ctx context.Context, req *connect.Request[d
 }
 
 func (s commandService) ListSessions(ctx context.Context, req *connect.Request[dsecv1.ListSessionsRequest]) (*connect.Response[dsecv1.ListSessionsResponse], error) {
-	b, err := s.h.get(ctx, req.Msg.GetSandbox())
+	b, err := s.h.told(ctx, req.Msg.GetSandbox())
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,7 @@ const bodyPiece = 256 << 10
 
 // place finds the sandbox and the path of a file call.
 func (s fileService) place(ctx context.Context, p *dsecv1.Path) (*box, string, error) {
-	b, err := s.h.get(ctx, p.GetSandbox())
+	b, err := s.h.told(ctx, p.GetSandbox())
 	if err != nil {
 		return nil, "", err
 	}

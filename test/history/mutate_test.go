@@ -243,6 +243,9 @@ var mutations = []struct {
 		return true
 	}, history.Create},
 	{"another request under the key is answered", []string{"conflict"}, func(h *history.History, c *history.Call) bool {
+		if c.Op == history.Stdin { // many writes go under one key
+			return false
+		}
 		more := *c
 		more.Request, more.Invoked, more.Returned = "another", 1<<40, 1<<40+1
 		h.Calls = append(h.Calls, &more)
