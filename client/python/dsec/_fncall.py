@@ -30,6 +30,7 @@ class CallLimits:
     open_files: int = 0
 
     def body(self) -> JSON:
+        """What goes over the wire."""
         return ops.without_empty({
             "cpu_ms": milliseconds(self.cpu, "cpu"), "wall_ms": milliseconds(self.wall, "wall"), "memory": size(self.memory, "memory"),
             "processes": self.processes, "output": size(self.output, "output"), "file_size": size(self.file_size, "file_size"),
@@ -141,6 +142,7 @@ class CallInput:
     id: str = ""
 
     def body(self, secret: Collection[Octets] = ()) -> JSON:
+        """The input as it goes over the wire; names in secret mark entries of env that the log must not hold."""
         body = ops.without_empty({"id": self.id, "env": env_vars(self.env, secret), "files": file_list(self.files)})
         put(body, "stdin", self.stdin)
         if self.args:
@@ -215,6 +217,7 @@ class CallSide:
     outputs: Sequence[str] = ()
 
     def body(self) -> JSON:
+        """What goes over the wire."""
         return ops.without_empty({
             "program": program_body(self.lang, self.cmd, self.code, self.files, self.environment, self.compile_args),
             "input": CallInput(args=self.args, env=self.env).body(), "limits": self.limits.body() if self.limits else {},

@@ -121,6 +121,7 @@ class Trace:
     file: Optional[FileHistory] = None
 
     def take(self, m: Fields) -> None:
+        """Adds what one answer of the server tells."""
         if m.has("step"):
             self.steps.append(TracedStep.of(m.sub("step")))
         if m.has("file"):
