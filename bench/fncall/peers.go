@@ -100,13 +100,6 @@ func compare(ctx context.Context, name string, one func(context.Context) error, 
 	return nil
 }
 
-func command(ctx context.Context, argv ...string) error {
-	if out, err := exec.CommandContext(ctx, argv[0], argv[1:]...).CombinedOutput(); err != nil {
-		return fmt.Errorf("%s: %w: %.300s", argv[0], err, out)
-	}
-	return nil
-}
-
 // crun runs a container as it proposes itself, with the same program.
 func crun(dir string) (func(context.Context) error, func(), error) {
 	bin, err := exec.LookPath("crun")
@@ -140,7 +133,7 @@ func crun(dir string) (func(context.Context) error, func(), error) {
 	state := filepath.Join(dir, "crun")
 	var n atomic.Int64
 	return func(ctx context.Context) error {
-		return command(ctx, bin, "--root", state, "run", "--bundle", dir, "dsec-bench-fncall-"+strconv.FormatInt(n.Add(1), 10))
+		return measure.Command(ctx, bin, "--root", state, "run", "--bundle", dir, "dsec-bench-fncall-"+strconv.FormatInt(n.Add(1), 10))
 	}, func() {}, nil
 }
 
@@ -151,7 +144,7 @@ func bubblewrap(tree string) (func(context.Context) error, func(), error) {
 		return nil, nil, nil
 	}
 	return func(ctx context.Context) error {
-		return command(ctx, bin, "--ro-bind", tree, "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-all", "--die-with-parent", "--new-session", "/true")
+		return measure.Command(ctx, bin, "--ro-bind", tree, "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-all", "--die-with-parent", "--new-session", "/true")
 	}, func() {}, nil
 }
 

@@ -2,7 +2,6 @@ package peer
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -12,7 +11,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -112,7 +110,7 @@ func (d *driver) startDaemon(ctx context.Context) error {
 		return err
 	}
 	for end := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		err := d.run(ctx, "ctr", "-a", d.socket, "version")
+		err := measure.Command(ctx, "ctr", "-a", d.socket, "version")
 		if err == nil {
 			break
 		}
@@ -133,7 +131,7 @@ func (d *driver) startDaemon(ctx context.Context) error {
 	if err := os.WriteFile(file, archive, 0o600); err != nil {
 		return err
 	}
-	return d.run(ctx, "ctr", "-a", d.socket, "image", "import", file)
+	return measure.Command(ctx, "ctr", "-a", d.socket, "image", "import", file)
 }
 
 func (d *driver) stop() {
@@ -141,17 +139,6 @@ func (d *driver) stop() {
 		d.daemon.Process.Signal(syscall.SIGTERM)
 		d.daemon.Wait()
 	}
-}
-
-func (d *driver) run(ctx context.Context, argv ...string) error {
-	c := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	var text bytes.Buffer
-	c.Stderr = &text
-	c.Stdout = &text
-	if err := c.Run(); err != nil {
-		return fmt.Errorf("%s: %w: %.500s", strings.Join(argv, " "), err, text.String())
-	}
-	return nil
 }
 
 // cycle makes a container, runs the program in it and removes it. slot is one of those that run at once.
@@ -168,12 +155,12 @@ func (d *driver) cycle(ctx context.Context, row Row, slot int) error {
 		defer d.unmount(bundle)
 	}
 	if d.runtime != "containerd" {
-		return d.run(ctx, d.bin, "--root", filepath.Join(d.dir, "run"), "run", "-b", bundle, id)
+		return measure.Command(ctx, d.bin, "--root", filepath.Join(d.dir, "run"), "run", "-b", bundle, id)
 	}
 	if row == Equal {
-		return d.run(ctx, "ctr", "-a", d.socket, "run", "--rm", "--config", filepath.Join(bundle, "config.json"), id)
+		return measure.Command(ctx, "ctr", "-a", d.socket, "run", "--rm", "--config", filepath.Join(bundle, "config.json"), id)
 	}
-	return d.run(ctx, "ctr", "-a", d.socket, "run", "--rm", imageName, id, "/true")
+	return measure.Command(ctx, "ctr", "-a", d.socket, "run", "--rm", imageName, id, "/true")
 }
 
 // mount lays a fresh overlay over the mapped tree.
