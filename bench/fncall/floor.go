@@ -40,7 +40,7 @@ func newFloor() (f *floor, err error) {
 	if err := measure.Unpack(f.path("root"), 0); err != nil {
 		return nil, err
 	}
-	for _, d := range []string{"dev", "proc", "tmp", "work"} {
+	for _, d := range []string{"dev", "proc", "tmp", "box"} {
 		if err := os.MkdirAll(f.path("root/"+d), 0o755); err != nil {
 			return nil, err
 		}

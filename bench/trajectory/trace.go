@@ -45,8 +45,8 @@ func traced(ctx context.Context, rounds int) (err error) {
 		return err
 	}
 	jobs := []traceJob{
-		{name: "build", script: "cd /work/module && go build ./... 2>&1", env: map[string]string{"PATH": "/usr/local/go/bin:/usr/bin:/bin", "HOME": "/root", "GOCACHE": "/root/.cache/go-build", "GOPROXY": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod"}},
-		{name: "pytest", script: "cd /tmp && python3 -m pytest -q /work/pytests 2>&1 | tail -3", env: map[string]string{"PATH": "/usr/bin:/bin", "HOME": "/root"}},
+		{name: "build", script: "cd /srv/module && go build ./... 2>&1", env: map[string]string{"PATH": "/usr/local/go/bin:/usr/bin:/bin", "HOME": "/root", "GOCACHE": "/var/cache/go-build", "GOPROXY": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod"}},
+		{name: "pytest", script: "cd /tmp && python3 -m pytest -q /srv/pytests 2>&1 | tail -3", env: map[string]string{"PATH": "/usr/bin:/bin", "HOME": "/root"}},
 	}
 	for _, j := range jobs { // the first of each reads the layers into memory
 		if _, err := traceRun(ctx, s, layers, j, "off"); err != nil {
@@ -210,12 +210,12 @@ func traceWork(ctx context.Context) (io.Reader, error) {
 		if err != nil {
 			return err
 		}
-		return put("work/module/"+rel, data)
+		return put("srv/module/"+rel, data)
 	})
 	if err != nil {
 		return nil, err
 	}
-	if err := put("work/pytests/test_work.py", []byte(pythonTests)); err != nil {
+	if err := put("srv/pytests/test_work.py", []byte(pythonTests)); err != nil {
 		return nil, err
 	}
 	return &b, w.Close()

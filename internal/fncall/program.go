@@ -76,7 +76,7 @@ func (e *Engine) resolve(project string, p *dsecv1.CallProgram, limits, compileL
 	if err != nil {
 		return nil, err
 	}
-	out.env = sandbox.MergeEnv(append([]string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/work", "TMPDIR=/tmp", "LANG=C.UTF-8"}, env...), l.Env)
+	out.env = sandbox.MergeEnv(append([]string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/box", "TMPDIR=/tmp", "LANG=C.UTF-8"}, env...), l.Env)
 	argv, err := rpc.OctetLists("program.cmd", p.GetCmd(), p.GetCmdRaw())
 	if err != nil {
 		return nil, err

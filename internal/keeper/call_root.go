@@ -245,7 +245,7 @@ func (s *callRoots) open(root *callRoot, filter []byte) (err error) {
 }
 
 // callFolders are the places that a call's mounts need in any environment, which lie above its layers.
-var callFolders = []string{"dev", "proc", "tmp", "work"}
+var callFolders = []string{"dev", "proc", "tmp", "box"}
 
 // composeCall makes a detached read-only mount of layers below the folders that a call needs.
 func (k *Keeper) composeCall(layers []string) (fd int, err error) {

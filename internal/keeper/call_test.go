@@ -31,7 +31,7 @@ func callFilter(t testing.TB) []byte {
 }
 
 func (h *house) newCall(argv ...string) *Call {
-	return &Call{Layers: []string{"base"}, UIDBase: callUID, Argv: argv, Env: []string{"PATH=/bin", "HOME=/work"}, CPU: 2 * time.Second, Wall: 4 * time.Second,
+	return &Call{Layers: []string{"base"}, UIDBase: callUID, Argv: argv, Env: []string{"PATH=/bin", "HOME=/box"}, CPU: 2 * time.Second, Wall: 4 * time.Second,
 		Memory: 64 << 20, Pids: 64, Output: 64 << 10, FSize: 8 << 20, Disk: 16 << 20, Inodes: 100, Stack: 8 << 20, NoFile: 256, Filter: callFilter(h.t)}
 }
 
@@ -84,7 +84,7 @@ func TestCalls(t *testing.T) {
 			{"streams", []string{"sh", "-c", "cat; echo err >&2"}, func(r *Call) { r.Stdin = []byte("in") }, CallEnd{Stdout: []byte("in"), Stderr: []byte("err\n")}},
 			{"no input", []string{"cat"}, nil, CallEnd{}},
 			{"ids", []string{"sh", "-c", "id -u; id -g; pwd; hostname; grep -E 'Cap|NoNew' /proc/self/status | cut -f2 | sort -u"}, nil,
-				CallEnd{Stdout: []byte("1000\n1000\n/work\nfncall\n0000000000000000\n1\n")}},
+				CallEnd{Stdout: []byte("1000\n1000\n/box\nfncall\n0000000000000000\n1\n")}},
 			{"streams by path", []string{"sh", "-c", "echo a >/dev/stdout; echo b >/dev/stderr; cat /dev/stdin"}, func(r *Call) { r.Stdin = []byte("x") },
 				CallEnd{Stdout: []byte("a\nx"), Stderr: []byte("b\n")}},
 			{"descriptors", []string{"sh", "-c", "echo /proc/self/fd/*"}, nil, CallEnd{Stdout: []byte("/proc/self/fd/0 /proc/self/fd/1 /proc/self/fd/2 /proc/self/fd/3\n")}},

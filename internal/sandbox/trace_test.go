@@ -13,7 +13,7 @@ func TestTraceOfASpec(t *testing.T) {
 	}{
 		"nothing":       {func(*Spec) {}, ""},
 		"light":         {func(s *Spec) { s.Trace = TraceLight }, ""},
-		"full":          {func(s *Spec) { s.Trace, s.Volatile = TraceFull, []string{"/cache", "/root/.cache/go-build"} }, ""},
+		"full":          {func(s *Spec) { s.Trace, s.Volatile = TraceFull, []string{"/cache", "/var/cache/go-build"} }, ""},
 		"another level": {func(s *Spec) { s.Trace = "all" }, "trace"},
 		"relative":      {func(s *Spec) { s.Volatile = []string{"/ok", "cache"} }, "volatile_paths[1]"},
 		"not clean":     {func(s *Spec) { s.Volatile = []string{"/a/../b"} }, "volatile_paths[0]"},

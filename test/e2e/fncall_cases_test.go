@@ -144,7 +144,7 @@ var callCases = []callCase{
 	// Calls.
 	{name: "int 0x80", lang: "c", code: "#include <stdio.h>\nint main(void){long r;__asm__ volatile(\"int $0x80\":\"=a\"(r):\"a\"(20):\"memory\");printf(\"%ld\\n\",r);return 0;}", verdict: "SEC", out: "*"},
 	{name: "x32", lang: "c", code: "#include <unistd.h>\n#include <sys/syscall.h>\nint main(void){return syscall(0x40000000|SYS_getpid)>0;}", verdict: "SEC", out: "*"},
-	{name: "a refused call is an event alone", lang: "c", code: "#include <errno.h>\n#include <sys/mount.h>\n#include <stdio.h>\nint main(void){int r=mount(\"x\",\"/work\",\"tmpfs\",0,0);printf(\"%d\\n\",r);return 0;}", verdict: "OK", out: "-1\n"},
+	{name: "a refused call is an event alone", lang: "c", code: "#include <errno.h>\n#include <sys/mount.h>\n#include <stdio.h>\nint main(void){int r=mount(\"x\",\"/box\",\"tmpfs\",0,0);printf(\"%d\\n\",r);return 0;}", verdict: "OK", out: "-1\n"},
 	{name: "no network", lang: "python", code: "import socket\ns=socket.socket();s.settimeout(3)\ntry: s.connect(('192.0.2.1',80)); print('connected')\nexcept OSError: print('no')", verdict: "OK", out: "no\n"},
 	{name: "loopback is its own", lang: "python", code: "import socket\ns=socket.socket();s.bind(('127.0.0.1',0));s.listen();c=socket.create_connection(s.getsockname());print('ok')", verdict: "OK", out: "ok\n"},
 	{name: "the root can't be written", lang: "python", code: "try: open('/usr/bin/x','w'); print('written')\nexcept OSError as e: print(e.errno)", verdict: "OK", out: "30\n"},

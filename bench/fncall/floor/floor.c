@@ -75,7 +75,7 @@ static void program(void)
 	limit(RLIMIT_FSIZE, 64 << 20);
 	limit(RLIMIT_STACK, 64 << 20);
 	limit(RLIMIT_MEMLOCK, 64 << 10);
-	must(chdir("/work"), "chdir");
+	must(chdir("/box"), "chdir");
 	must(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW | SECCOMP_FILTER_FLAG_NEW_LISTENER, &filter), "filter");
 	pid_t p = vfork();
 	if (!p) {
@@ -96,13 +96,13 @@ static void init(int net)
 	}
 	sethostname("floor", 5);
 	must(mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2,subset=pid"), "/proc");
-	must(mount("work", "/work", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,nr_inodes=1024,mode=0755"), "/work");
-	must(mkdir("/work/work", 0755), "mkdir");
-	must(mkdir("/work/tmp", 0777), "mkdir");
-	must(mkdir("/work/shm", 0777), "mkdir");
-	must(mount("/work/tmp", "/tmp", NULL, MS_BIND, NULL), "/tmp");
-	must(mount("/work/shm", "/dev/shm", NULL, MS_BIND, NULL), "/dev/shm");
-	must(mount("/work/work", "/work", NULL, MS_BIND, NULL), "/work");
+	must(mount("work", "/box", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,nr_inodes=1024,mode=0755"), "/box");
+	must(mkdir("/box/work", 0755), "mkdir");
+	must(mkdir("/box/tmp", 0777), "mkdir");
+	must(mkdir("/box/shm", 0777), "mkdir");
+	must(mount("/box/tmp", "/tmp", NULL, MS_BIND, NULL), "/tmp");
+	must(mount("/box/shm", "/dev/shm", NULL, MS_BIND, NULL), "/dev/shm");
+	must(mount("/box/work", "/box", NULL, MS_BIND, NULL), "/box");
 	pid_t p = fork();
 	if (!p)
 		program();

@@ -262,8 +262,9 @@ func layersOf(pid int) (string, error) {
 		if ns, err := os.Readlink(dir + "/ns/mnt"); err != nil || ns == own {
 			continue
 		}
-		if st, err := os.Stat(dir + "/root/layers"); err == nil && st.IsDir() {
-			return dir + "/root/layers", nil
+		layers := filepath.Join(dir, "root", "layers")
+		if st, err := os.Stat(layers); err == nil && st.IsDir() {
+			return layers, nil
 		}
 	}
 	return "", fmt.Errorf("the keeper's namespace of layers is not found: %w", sandbox.ErrNotFound)

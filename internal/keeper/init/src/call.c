@@ -308,7 +308,7 @@ static void child(void *unused)
 	for (int i = 0; i < 3; i++)
 		if ((r = sys2(__NR_dup2, fds[F_IN + i], i)) < 0)
 			child_fail(S_EXEC, r);
-	if ((r = sys1(__NR_chdir, "/work")) < 0)
+	if ((r = sys1(__NR_chdir, "/box")) < 0)
 		child_fail(S_MOUNT, r);
 	sys1(__NR_umask, 022);
 	sys3(__NR_setpriority, 0, 0, 0);
@@ -359,10 +359,10 @@ static i64 mounts(void)
 	if (r < 0)
 		return r;
 	// The disk has three folders. Its root is seen nowhere in the end: the work folder lies on it.
-	if ((r = sys5(__NR_move_mount, fds[F_DISK], "", AT_FDCWD, "/work", MOVE_MOUNT_F_EMPTY_PATH)) < 0 || (r = bind("/work/tmp", "/tmp")) < 0 ||
-	    (r = bind("/work/shm", "/dev/shm")) < 0)
+	if ((r = sys5(__NR_move_mount, fds[F_DISK], "", AT_FDCWD, "/box", MOVE_MOUNT_F_EMPTY_PATH)) < 0 || (r = bind("/box/tmp", "/tmp")) < 0 ||
+	    (r = bind("/box/shm", "/dev/shm")) < 0)
 		return r;
-	return bind("/work/work", "/work");
+	return bind("/box/work", "/box");
 }
 
 static void parse(void)
