@@ -81,7 +81,14 @@ func (b *blob) join(i int, ahead bool) *flight {
 	b.s.background(func(ctx context.Context) {
 		ctx, cancel := context.WithTimeout(ctx, b.s.cfg.Deadline)
 		defer cancel()
-		data, stored := b.check(i), true
+		// The flight before this one may have landed since the reader looked.
+		data, stored := b.peek(i), true
+		if data == nil {
+			data = b.s.recent.get(b, i)
+		}
+		if data == nil {
+			data = b.check(i)
+		}
 		if data == nil {
 			data, f.err = b.fetch(ctx, i)
 			stored = false

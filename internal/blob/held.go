@@ -42,6 +42,9 @@ func (b *blob) hold(i int, data []byte) bool {
 	n := int64(len(data))
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.held[i] != nil {
+		return true // counted, and in the queue
+	}
 	h.mu.Lock()
 	if h.octets+n > b.s.heldLimit() {
 		h.mu.Unlock()
@@ -59,6 +62,13 @@ func (b *blob) hold(i int, data []byte) bool {
 	default:
 	}
 	return true
+}
+
+// peek returns what is held of a unit, or nil.
+func (b *blob) peek(i int) []byte {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.held[i]
 }
 
 // unhold forgets what is held of a unit, with b.mu held.
@@ -118,9 +128,7 @@ func (s *Server) keepHeld(ctx context.Context) {
 
 // writeHeld moves a unit from memory into the cache file.
 func (b *blob) writeHeld(i int) {
-	b.mu.RLock()
-	data := b.held[i]
-	b.mu.RUnlock()
+	data := b.peek(i)
 	if data == nil {
 		return // emptied meanwhile
 	}

@@ -44,3 +44,47 @@ func TestUnitsAreWrittenLater(t *testing.T) {
 		t.Errorf("%d reads of the store after the restart", after-before)
 	}
 }
+
+// A reader that found nothing joins a flight after the one that brought the unit has landed: nothing is fetched twice, and what is held is
+// counted once.
+func TestLateReaders(t *testing.T) {
+	st := newTrouble()
+	content := random(4*UnitSize, 73)
+	d := st.add(content)
+	r := newRig(t, st, nil)
+	r.open(d)
+	h, err := hexOf(d.Digest)
+	do(t, err)
+	b := r.server.blobs[nodeOf(h)]
+	for i := range d.count() {
+		for range 3 {
+			f := b.join(i, false)
+			<-f.done
+			do(t, f.err)
+			for { // it has landed
+				b.flightMu.Lock()
+				under := b.flights[i] == f
+				b.flightMu.Unlock()
+				if !under {
+					break
+				}
+				time.Sleep(time.Millisecond)
+			}
+			if !b.hold(i, f.data) && b.peek(i) != nil {
+				t.Fatal("a unit that is held has no room")
+			}
+		}
+	}
+	if n, _ := st.count(key(d.Digest)); n != d.count() {
+		t.Errorf("%d reads of the store for %d units", n, d.count())
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		s, err := r.client.Stats(t.Context())
+		do(t, err)
+		if s.Held == 0 {
+			break
+		} else if time.Now().After(end) {
+			t.Fatalf("%d octets are held and never written", s.Held)
+		}
+	}
+}
