@@ -71,6 +71,55 @@ func TestTwoHosts(t *testing.T) {
 			}
 		})
 	})
+	t.Run("forks are made beside it", func(t *testing.T) {
+		parent := boxes[0]
+		fork := func() ([]*client.Sandbox, error) {
+			made, failed, err := g.client().Sandbox(parent.ID).Fork(within(t), 4, client.ForkOptions{Key: "fork"})
+			if err == nil && len(failed) > 0 {
+				err = fmt.Errorf("%d failed: %v", len(failed), failed[0])
+			}
+			return made, err
+		}
+		made, err := fork()
+		must(t, err)
+		again, err := fork()
+		must(t, err)
+		for i, f := range made {
+			if f.Data.Host != parent.Data.Host || f.ID != again[i].ID {
+				t.Errorf("fork %s is on %s, again %s; its parent is on %s", f.ID, f.Data.Host, again[i].ID, parent.Data.Host)
+			}
+			r, err := f.Run(within(t), client.Cmd{ID: "look", Argv: []string{"cat", "/srv/me"}})
+			if err != nil || string(r.Stdout) != "0\n" {
+				t.Errorf("fork %d has %v, %v", i, r, err)
+			}
+			must(t, f.Stop(within(t)))
+		}
+		var far *client.Sandbox
+		for h, list := range on {
+			if h != parent.Data.Host {
+				far = list[0]
+			}
+		}
+		held := options(0)
+		held.Key, held.Name = "held/1", ""
+		for range 64 { // until the key lies on the other host
+			o := held
+			o.Key = held.Key
+			sb, err := c.RunContainer(within(t), o)
+			must(t, err)
+			if sb.Data.Host == far.Data.Host {
+				_, _, err := c.Sandbox(parent.ID).Fork(within(t), 1, client.ForkOptions{Key: strings.TrimSuffix(held.Key, "/1")})
+				if !errors.Is(err, client.ErrExists) {
+					t.Errorf("a key that another host has: %v", err)
+				}
+				must(t, sb.Stop(within(t)))
+				return
+			}
+			must(t, sb.Stop(within(t)))
+			held.Key = "x" + held.Key
+		}
+		t.Error("no key of 64 was placed on the other host")
+	})
 	t.Run("keys place once", func(t *testing.T) {
 		each(4, n, func(i int) {
 			again, err := g.client().RunContainer(within(t), options(i))

@@ -1049,6 +1049,158 @@ func (x *SnapshotResponse) GetPublished() string {
 	return ""
 }
 
+type ForkRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`                                                                                   // of the sandbox that is forked
+	Count         int32                  `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`                                                                            // 1 to 1,000; 0 means 1
+	Key           string                 `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`                                                                                 // step key of the snapshot in the log of the sandbox that is forked, and key of the creates; made when empty
+	Job           string                 `protobuf:"bytes,4,opt,name=job,proto3" json:"job,omitempty"`                                                                                 // of the forks; default: that of the sandbox that is forked
+	Labels        map[string]string      `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // on top of its labels
+	Lifetime      *Lifetime              `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`                                                                       // what is zero is taken from it
+	Env           []*EnvVar              `protobuf:"bytes,7,rep,name=env,proto3" json:"env,omitempty"`                                                                                 // on top of its environment; a secret whose value the host no longer has must be given here
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkRequest) Reset() {
+	*x = ForkRequest{}
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkRequest) ProtoMessage() {}
+
+func (x *ForkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkRequest.ProtoReflect.Descriptor instead.
+func (*ForkRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ForkRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ForkRequest) GetCount() int32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *ForkRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *ForkRequest) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *ForkRequest) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *ForkRequest) GetLifetime() *Lifetime {
+	if x != nil {
+		return x.Lifetime
+	}
+	return nil
+}
+
+func (x *ForkRequest) GetEnv() []*EnvVar {
+	if x != nil {
+		return x.Env
+	}
+	return nil
+}
+
+type ForkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Layer         string                 `protobuf:"bytes,1,opt,name=layer,proto3" json:"layer,omitempty"`         // the snapshot
+	Sandboxes     []*Sandbox             `protobuf:"bytes,2,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"` // in the order of their keys
+	Errors        []*ItemError           `protobuf:"bytes,3,rep,name=errors,proto3" json:"errors,omitempty"`       // of those that could not be made; index counts from 0
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkResponse) Reset() {
+	*x = ForkResponse{}
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkResponse) ProtoMessage() {}
+
+func (x *ForkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkResponse.ProtoReflect.Descriptor instead.
+func (*ForkResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *ForkResponse) GetLayer() string {
+	if x != nil {
+		return x.Layer
+	}
+	return ""
+}
+
+func (x *ForkResponse) GetSandboxes() []*Sandbox {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return nil
+}
+
+func (x *ForkResponse) GetErrors() []*ItemError {
+	if x != nil {
+		return x.Errors
+	}
+	return nil
+}
+
 type StatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1058,7 +1210,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1070,7 +1222,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1083,7 +1235,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{15}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StatsRequest) GetId() string {
@@ -1107,7 +1259,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1119,7 +1271,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1132,7 +1284,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{16}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *StatsResponse) GetMemory() int64 {
@@ -1185,7 +1337,7 @@ type CapabilitiesRequest struct {
 
 func (x *CapabilitiesRequest) Reset() {
 	*x = CapabilitiesRequest{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1197,7 +1349,7 @@ func (x *CapabilitiesRequest) String() string {
 func (*CapabilitiesRequest) ProtoMessage() {}
 
 func (x *CapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1210,7 +1362,7 @@ func (x *CapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*CapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 type CapabilitiesResponse struct {
@@ -1222,7 +1374,7 @@ type CapabilitiesResponse struct {
 
 func (x *CapabilitiesResponse) Reset() {
 	*x = CapabilitiesResponse{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1234,7 +1386,7 @@ func (x *CapabilitiesResponse) String() string {
 func (*CapabilitiesResponse) ProtoMessage() {}
 
 func (x *CapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1247,7 +1399,7 @@ func (x *CapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*CapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CapabilitiesResponse) GetBackends() []*Capabilities {
@@ -1276,7 +1428,7 @@ type Capabilities struct {
 
 func (x *Capabilities) Reset() {
 	*x = Capabilities{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1288,7 +1440,7 @@ func (x *Capabilities) String() string {
 func (*Capabilities) ProtoMessage() {}
 
 func (x *Capabilities) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1301,7 +1453,7 @@ func (x *Capabilities) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Capabilities.ProtoReflect.Descriptor instead.
 func (*Capabilities) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Capabilities) GetBackend() string {
@@ -1474,7 +1626,22 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\apublish\x18\x03 \x01(\tR\apublish\"F\n" +
 	"\x10SnapshotResponse\x12\x14\n" +
 	"\x05layer\x18\x01 \x01(\tR\x05layer\x12\x1c\n" +
-	"\tpublished\x18\x02 \x01(\tR\tpublished\"\x1e\n" +
+	"\tpublished\x18\x02 \x01(\tR\tpublished\"\x9e\x02\n" +
+	"\vForkRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\x12\x10\n" +
+	"\x03job\x18\x04 \x01(\tR\x03job\x128\n" +
+	"\x06labels\x18\x05 \x03(\v2 .dsec.v1.ForkRequest.LabelsEntryR\x06labels\x12-\n" +
+	"\blifetime\x18\x06 \x01(\v2\x11.dsec.v1.LifetimeR\blifetime\x12!\n" +
+	"\x03env\x18\a \x03(\v2\x0f.dsec.v1.EnvVarR\x03env\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x80\x01\n" +
+	"\fForkResponse\x12\x14\n" +
+	"\x05layer\x18\x01 \x01(\tR\x05layer\x12.\n" +
+	"\tsandboxes\x18\x02 \x03(\v2\x10.dsec.v1.SandboxR\tsandboxes\x12*\n" +
+	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"\x1e\n" +
 	"\fStatsRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"\xa4\x01\n" +
 	"\rStatsResponse\x12\x16\n" +
@@ -1503,7 +1670,7 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x04host\x18\v \x01(\tR\x04host\x1a;\n" +
 	"\rFeaturesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x012\xb7\x05\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x012\xec\x05\n" +
 	"\x0eSandboxService\x129\n" +
 	"\x06Create\x12\x16.dsec.v1.CreateRequest\x1a\x17.dsec.v1.CreateResponse\x12H\n" +
 	"\vCreateBatch\x12\x1b.dsec.v1.CreateBatchRequest\x1a\x1c.dsec.v1.CreateBatchResponse\x120\n" +
@@ -1513,7 +1680,8 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\vSetLifetime\x12\x1b.dsec.v1.SetLifetimeRequest\x1a\x1c.dsec.v1.SetLifetimeResponse\x127\n" +
 	"\x05Pause\x12\x15.dsec.v1.PauseRequest\x1a\x17.dsec.v1.SelectorResult\x129\n" +
 	"\x06Resume\x12\x16.dsec.v1.ResumeRequest\x1a\x17.dsec.v1.SelectorResult\x12?\n" +
-	"\bSnapshot\x12\x18.dsec.v1.SnapshotRequest\x1a\x19.dsec.v1.SnapshotResponse\x126\n" +
+	"\bSnapshot\x12\x18.dsec.v1.SnapshotRequest\x1a\x19.dsec.v1.SnapshotResponse\x123\n" +
+	"\x04Fork\x12\x14.dsec.v1.ForkRequest\x1a\x15.dsec.v1.ForkResponse\x126\n" +
 	"\x05Stats\x12\x15.dsec.v1.StatsRequest\x1a\x16.dsec.v1.StatsResponse\x12K\n" +
 	"\fCapabilities\x12\x1c.dsec.v1.CapabilitiesRequest\x1a\x1d.dsec.v1.CapabilitiesResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
@@ -1529,7 +1697,7 @@ func file_dsec_v1_sandbox_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_sandbox_proto_rawDescData
 }
 
-var file_dsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_dsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_dsec_v1_sandbox_proto_goTypes = []any{
 	(*CreateRequest)(nil),        // 0: dsec.v1.CreateRequest
 	(*CreateResponse)(nil),       // 1: dsec.v1.CreateResponse
@@ -1546,70 +1714,80 @@ var file_dsec_v1_sandbox_proto_goTypes = []any{
 	(*ResumeRequest)(nil),        // 12: dsec.v1.ResumeRequest
 	(*SnapshotRequest)(nil),      // 13: dsec.v1.SnapshotRequest
 	(*SnapshotResponse)(nil),     // 14: dsec.v1.SnapshotResponse
-	(*StatsRequest)(nil),         // 15: dsec.v1.StatsRequest
-	(*StatsResponse)(nil),        // 16: dsec.v1.StatsResponse
-	(*CapabilitiesRequest)(nil),  // 17: dsec.v1.CapabilitiesRequest
-	(*CapabilitiesResponse)(nil), // 18: dsec.v1.CapabilitiesResponse
-	(*Capabilities)(nil),         // 19: dsec.v1.Capabilities
-	nil,                          // 20: dsec.v1.CreateRequest.LabelsEntry
-	nil,                          // 21: dsec.v1.Capabilities.FeaturesEntry
-	(*Resources)(nil),            // 22: dsec.v1.Resources
-	(*Lifetime)(nil),             // 23: dsec.v1.Lifetime
-	(*EnvVar)(nil),               // 24: dsec.v1.EnvVar
-	(*Volume)(nil),               // 25: dsec.v1.Volume
-	(*Sandbox)(nil),              // 26: dsec.v1.Sandbox
-	(*ItemError)(nil),            // 27: dsec.v1.ItemError
-	(*Selector)(nil),             // 28: dsec.v1.Selector
-	(*SelectorResult)(nil),       // 29: dsec.v1.SelectorResult
+	(*ForkRequest)(nil),          // 15: dsec.v1.ForkRequest
+	(*ForkResponse)(nil),         // 16: dsec.v1.ForkResponse
+	(*StatsRequest)(nil),         // 17: dsec.v1.StatsRequest
+	(*StatsResponse)(nil),        // 18: dsec.v1.StatsResponse
+	(*CapabilitiesRequest)(nil),  // 19: dsec.v1.CapabilitiesRequest
+	(*CapabilitiesResponse)(nil), // 20: dsec.v1.CapabilitiesResponse
+	(*Capabilities)(nil),         // 21: dsec.v1.Capabilities
+	nil,                          // 22: dsec.v1.CreateRequest.LabelsEntry
+	nil,                          // 23: dsec.v1.ForkRequest.LabelsEntry
+	nil,                          // 24: dsec.v1.Capabilities.FeaturesEntry
+	(*Resources)(nil),            // 25: dsec.v1.Resources
+	(*Lifetime)(nil),             // 26: dsec.v1.Lifetime
+	(*EnvVar)(nil),               // 27: dsec.v1.EnvVar
+	(*Volume)(nil),               // 28: dsec.v1.Volume
+	(*Sandbox)(nil),              // 29: dsec.v1.Sandbox
+	(*ItemError)(nil),            // 30: dsec.v1.ItemError
+	(*Selector)(nil),             // 31: dsec.v1.Selector
+	(*SelectorResult)(nil),       // 32: dsec.v1.SelectorResult
 }
 var file_dsec_v1_sandbox_proto_depIdxs = []int32{
-	20, // 0: dsec.v1.CreateRequest.labels:type_name -> dsec.v1.CreateRequest.LabelsEntry
-	22, // 1: dsec.v1.CreateRequest.resources:type_name -> dsec.v1.Resources
-	23, // 2: dsec.v1.CreateRequest.lifetime:type_name -> dsec.v1.Lifetime
-	24, // 3: dsec.v1.CreateRequest.env:type_name -> dsec.v1.EnvVar
-	25, // 4: dsec.v1.CreateRequest.volumes:type_name -> dsec.v1.Volume
-	26, // 5: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
+	22, // 0: dsec.v1.CreateRequest.labels:type_name -> dsec.v1.CreateRequest.LabelsEntry
+	25, // 1: dsec.v1.CreateRequest.resources:type_name -> dsec.v1.Resources
+	26, // 2: dsec.v1.CreateRequest.lifetime:type_name -> dsec.v1.Lifetime
+	27, // 3: dsec.v1.CreateRequest.env:type_name -> dsec.v1.EnvVar
+	28, // 4: dsec.v1.CreateRequest.volumes:type_name -> dsec.v1.Volume
+	29, // 5: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
 	0,  // 6: dsec.v1.CreateBatchRequest.request:type_name -> dsec.v1.CreateRequest
-	26, // 7: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	27, // 8: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
-	26, // 9: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
-	28, // 10: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
-	26, // 11: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	27, // 12: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
-	28, // 13: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
-	23, // 14: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
-	26, // 15: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
-	28, // 16: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
-	28, // 17: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
-	19, // 18: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
-	21, // 19: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
-	0,  // 20: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
-	2,  // 21: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
-	4,  // 22: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
-	6,  // 23: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
-	8,  // 24: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
-	9,  // 25: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
-	11, // 26: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
-	12, // 27: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
-	13, // 28: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
-	15, // 29: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
-	17, // 30: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
-	1,  // 31: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
-	3,  // 32: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
-	5,  // 33: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
-	7,  // 34: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
-	29, // 35: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
-	10, // 36: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
-	29, // 37: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
-	29, // 38: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
-	14, // 39: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
-	16, // 40: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
-	18, // 41: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
-	31, // [31:42] is the sub-list for method output_type
-	20, // [20:31] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	29, // 7: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	30, // 8: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
+	29, // 9: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
+	31, // 10: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
+	29, // 11: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	30, // 12: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
+	31, // 13: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
+	26, // 14: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
+	29, // 15: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
+	31, // 16: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
+	31, // 17: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
+	23, // 18: dsec.v1.ForkRequest.labels:type_name -> dsec.v1.ForkRequest.LabelsEntry
+	26, // 19: dsec.v1.ForkRequest.lifetime:type_name -> dsec.v1.Lifetime
+	27, // 20: dsec.v1.ForkRequest.env:type_name -> dsec.v1.EnvVar
+	29, // 21: dsec.v1.ForkResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	30, // 22: dsec.v1.ForkResponse.errors:type_name -> dsec.v1.ItemError
+	21, // 23: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
+	24, // 24: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
+	0,  // 25: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
+	2,  // 26: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
+	4,  // 27: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
+	6,  // 28: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
+	8,  // 29: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
+	9,  // 30: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
+	11, // 31: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
+	12, // 32: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
+	13, // 33: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
+	15, // 34: dsec.v1.SandboxService.Fork:input_type -> dsec.v1.ForkRequest
+	17, // 35: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
+	19, // 36: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
+	1,  // 37: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
+	3,  // 38: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
+	5,  // 39: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
+	7,  // 40: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
+	32, // 41: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
+	10, // 42: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
+	32, // 43: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
+	32, // 44: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
+	14, // 45: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
+	16, // 46: dsec.v1.SandboxService.Fork:output_type -> dsec.v1.ForkResponse
+	18, // 47: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
+	20, // 48: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
+	37, // [37:49] is the sub-list for method output_type
+	25, // [25:37] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_sandbox_proto_init() }
@@ -1624,7 +1802,7 @@ func file_dsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_sandbox_proto_rawDesc), len(file_dsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   22,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

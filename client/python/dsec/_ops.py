@@ -266,6 +266,37 @@ def snapshot_body(ref: str, publish: str, step: str) -> JSON:
     return without_empty({"id": ref, "publish": publish, "step": step or new_key()})
 
 
+def fork_body(
+    ref: str, n: int, key: str, job: str, labels: Optional[Mapping[str, str]], env: Optional[Env], secret_env: Collection[Octets],
+    idle: Optional[float], total: Optional[float],
+) -> JSON:
+    if n < 1:
+        raise Invalid(f"n {n}: want 1 or more")
+    return without_empty({
+        "id": ref, "count": n, "key": key, "job": job, "labels": dict(labels or {}), "env": env_vars(env, secret_env),
+        "lifetime": lifetime_body(idle, total, ""),
+    })
+
+
+def fork(body: JSON, n: int, job: str, timeout: float) -> Op[Tuple[List[SandboxInfo], List[ItemError]]]:
+    """Forks under the keys K/1 to K/N of a job, with the same promise for a cancelled one as `create`."""
+    own = "key" not in body
+    key = body.get("key") or new_key()
+    stops = [without_empty({"key": f"{key}/{i + 1}", "job": job}) for i in range(min(n, 1000))]
+    try:
+        f = Fields((yield Call("SandboxService/Fork", dict(body, key=key), timeout=max(timeout, 600 + n / 20))))
+    except GeneratorExit:
+        raise
+    except DsecError as e:
+        if own and unclear(e):
+            yield from _best_effort(stops)
+        raise
+    except BaseException:
+        yield from _best_effort(stops)
+        raise
+    return f.subs("sandboxes", SandboxInfo.of), f.subs("errors", ItemError.of)
+
+
 # Commands.
 
 

@@ -457,6 +457,23 @@ def test_life(client):
         assert again.files.read_text("/root/answer") == "changed\n"
 
 
+def test_fork(client):
+    with client.run_container(environment="py", labels={"l": "1"}, env={"A": "1", "T": "hidden"}, secret_env=["T"]) as sb:
+        sb.sh("echo before >/root/state").check()
+        with sb.fork(3, key="f", labels={"m": "2"}, env={"B": "2"}) as forks:
+            assert len(forks) == 3 and not forks.errors and len({f.id for f in forks} | {sb.id}) == 4
+            sb.sh("echo after >/root/state").check()
+            forks[0].sh("echo own >/root/state").check()
+            assert [f.files.read_text("/root/state") for f in forks] == ["own\n", "before\n", "before\n"]
+            assert forks[1].sh("echo $A$B$T").stdout == b"12hidden\n"
+            assert forks[1].info.labels == {"l": "1", "m": "2"} and forks[1].info.key == "f/2"
+            assert [f.id for f in sb.fork(3, key="f", labels={"m": "2"}, env={"B": "2"})] == [f.id for f in forks]
+            with pytest.raises(Invalid):
+                sb.fork(0)
+    with pytest.raises(State):
+        sb.fork()
+
+
 def test_limits(client):  # B10
     with client.run_container(environment="py", memory=64 << 20, disk=32 << 20, pids=50) as sb:
         r = sb.exec("dd", "if=/dev/zero", "of=/dev/null", "bs=200M", "count=1")

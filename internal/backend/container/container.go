@@ -158,7 +158,7 @@ func New(cfg Config, deps Deps) (*Backend, error) {
 func (b *Backend) Capabilities() sandbox.Capabilities {
 	c := sandbox.Capabilities{
 		Backend: "container", Isolation: "medium", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen},
-		Networks: []string{string(sandbox.NetworkNone)}, Snapshot: true, Terminal: true, Sessions: true, Ports: true,
+		Networks: []string{string(sandbox.NetworkNone)}, Fork: "files", Snapshot: true, Terminal: true, Sessions: true, Ports: true,
 		Features: b.net.told(),
 	}
 	if b.net.reason == "" {

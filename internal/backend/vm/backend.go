@@ -163,7 +163,7 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	f := b.driver.Features()
 	c := sandbox.Capabilities{
 		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen, sandbox.Saved}, Networks: []string{string(sandbox.NetworkNone)},
-		Snapshot: true, Terminal: true, Sessions: true, Ports: true,
+		Fork: "files", Snapshot: true, Terminal: true, Sessions: true, Ports: true,
 		Features: map[string]string{"driver": f.Driver + " " + f.Version, "accelerator": string(f.Accelerator), "kernel": b.kernel.Release},
 	}
 	if f.Degraded {

@@ -53,6 +53,8 @@ const (
 	SandboxServiceResumeProcedure = "/dsec.v1.SandboxService/Resume"
 	// SandboxServiceSnapshotProcedure is the fully-qualified name of the SandboxService's Snapshot RPC.
 	SandboxServiceSnapshotProcedure = "/dsec.v1.SandboxService/Snapshot"
+	// SandboxServiceForkProcedure is the fully-qualified name of the SandboxService's Fork RPC.
+	SandboxServiceForkProcedure = "/dsec.v1.SandboxService/Fork"
 	// SandboxServiceStatsProcedure is the fully-qualified name of the SandboxService's Stats RPC.
 	SandboxServiceStatsProcedure = "/dsec.v1.SandboxService/Stats"
 	// SandboxServiceCapabilitiesProcedure is the fully-qualified name of the SandboxService's
@@ -76,6 +78,9 @@ type SandboxServiceClient interface {
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.Response[v1.SelectorResult], error)
 	// Snapshot makes the sandbox's own changes a new layer and, when a name is given, publishes it under that name.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
+	// Fork makes count new sandboxes that begin with the files of a living one, on its host: a snapshot of its own changes, and one create
+	// for each under the keys K/1..K/N. Processes and sessions are not copied. The same key again answers the same sandboxes.
+	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
 }
@@ -145,6 +150,12 @@ func NewSandboxServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(sandboxServiceMethods.ByName("Snapshot")),
 			connect.WithClientOptions(opts...),
 		),
+		fork: connect.NewClient[v1.ForkRequest, v1.ForkResponse](
+			httpClient,
+			baseURL+SandboxServiceForkProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("Fork")),
+			connect.WithClientOptions(opts...),
+		),
 		stats: connect.NewClient[v1.StatsRequest, v1.StatsResponse](
 			httpClient,
 			baseURL+SandboxServiceStatsProcedure,
@@ -171,6 +182,7 @@ type sandboxServiceClient struct {
 	pause        *connect.Client[v1.PauseRequest, v1.SelectorResult]
 	resume       *connect.Client[v1.ResumeRequest, v1.SelectorResult]
 	snapshot     *connect.Client[v1.SnapshotRequest, v1.SnapshotResponse]
+	fork         *connect.Client[v1.ForkRequest, v1.ForkResponse]
 	stats        *connect.Client[v1.StatsRequest, v1.StatsResponse]
 	capabilities *connect.Client[v1.CapabilitiesRequest, v1.CapabilitiesResponse]
 }
@@ -220,6 +232,11 @@ func (c *sandboxServiceClient) Snapshot(ctx context.Context, req *connect.Reques
 	return c.snapshot.CallUnary(ctx, req)
 }
 
+// Fork calls dsec.v1.SandboxService.Fork.
+func (c *sandboxServiceClient) Fork(ctx context.Context, req *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error) {
+	return c.fork.CallUnary(ctx, req)
+}
+
 // Stats calls dsec.v1.SandboxService.Stats.
 func (c *sandboxServiceClient) Stats(ctx context.Context, req *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error) {
 	return c.stats.CallUnary(ctx, req)
@@ -246,6 +263,9 @@ type SandboxServiceHandler interface {
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.Response[v1.SelectorResult], error)
 	// Snapshot makes the sandbox's own changes a new layer and, when a name is given, publishes it under that name.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
+	// Fork makes count new sandboxes that begin with the files of a living one, on its host: a snapshot of its own changes, and one create
+	// for each under the keys K/1..K/N. Processes and sessions are not copied. The same key again answers the same sandboxes.
+	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
 }
@@ -311,6 +331,12 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 		connect.WithSchema(sandboxServiceMethods.ByName("Snapshot")),
 		connect.WithHandlerOptions(opts...),
 	)
+	sandboxServiceForkHandler := connect.NewUnaryHandler(
+		SandboxServiceForkProcedure,
+		svc.Fork,
+		connect.WithSchema(sandboxServiceMethods.ByName("Fork")),
+		connect.WithHandlerOptions(opts...),
+	)
 	sandboxServiceStatsHandler := connect.NewUnaryHandler(
 		SandboxServiceStatsProcedure,
 		svc.Stats,
@@ -343,6 +369,8 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 			sandboxServiceResumeHandler.ServeHTTP(w, r)
 		case SandboxServiceSnapshotProcedure:
 			sandboxServiceSnapshotHandler.ServeHTTP(w, r)
+		case SandboxServiceForkProcedure:
+			sandboxServiceForkHandler.ServeHTTP(w, r)
 		case SandboxServiceStatsProcedure:
 			sandboxServiceStatsHandler.ServeHTTP(w, r)
 		case SandboxServiceCapabilitiesProcedure:
@@ -390,6 +418,10 @@ func (UnimplementedSandboxServiceHandler) Resume(context.Context, *connect.Reque
 
 func (UnimplementedSandboxServiceHandler) Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.SandboxService.Snapshot is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.SandboxService.Fork is not implemented"))
 }
 
 func (UnimplementedSandboxServiceHandler) Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Iterator, List, Mapping, Optional, Sequence, Type, Union
+from typing import TYPE_CHECKING, Collection, Iterator, List, Mapping, Optional, Sequence, Type, Union
 
 from .. import _ops as ops
 from .._octets import JSON, Octets, put
@@ -20,7 +20,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import CommandOptions, SessionOptions, StartOptions
+    from ..options import CommandOptions, Env, SessionOptions, StartOptions
 
 Argument = Union[str, bytes, Sequence[Octets]]
 
@@ -112,6 +112,17 @@ class Sandbox:
     def snapshot(self, publish: str = "", *, step: str = "") -> Snapshot:
         """Makes its changes a new layer, and publishes it when a name is given."""
         return Snapshot.of(self._t.run(ops.call("SandboxService/Snapshot", ops.snapshot_body(self.id, publish, step), timeout=900)))
+
+    def fork(
+        self, n: int = 1, *, key: str = "", job: str = "", labels: Optional[Mapping[str, str]] = None, env: Optional[Env] = None,
+        secret_env: Collection[Octets] = (), idle: Optional[float] = None, total: Optional[float] = None,
+    ) -> Batch:
+        """Makes `n` sandboxes (1 to 1,000) that begin with the files of this one, on its host, under the keys K/1 to K/n; processes and
+        sessions are not copied. What is not given is as it is here. `errors` says why the others are missing."""
+        body = ops.fork_body(self.id, n, key, job, labels, env, secret_env, idle, total)
+        of = job or (self.info or SandboxInfo.of(self._t.run(ops.call("SandboxService/Get", {"id": self.id})).sub("sandbox"))).job
+        made, errors = self._t.run(ops.fork(body, n, of, self._t.config.timeout))
+        return Batch(self._t, [Sandbox(self._t, i.id, i) for i in made], errors)
 
     def set_lifetime(self, *, idle: Optional[float] = None, total: Optional[float] = None, on_idle: str = "") -> SandboxInfo:
         """Changes TTLs, in seconds; None leaves one as it is. `total` counts from now."""
