@@ -428,7 +428,7 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known
 // rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of. The story is nil where the log does not know one.
 func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, error) {
 	st, err := h.tell(ctx, id, lifeStory, 0)
-	if err == nil && !st.void && !st.state.Ended() {
+	if err == nil && !st.void && (!st.state.Ended() || st.restored(h.cfg.ID)) {
 		st, err = h.tell(ctx, id, wholeStory, 0)
 	}
 	switch {

@@ -236,15 +236,19 @@ func (h *Host) attempt(b *box, o *order) (*attempt, error) {
 	b.mu.Lock()
 	state, asked := b.state, b.ending
 	b.mu.Unlock()
-	if !state.Ended() {
-		if b.call == o.id && b.call != "" { // its answer was lost with the host that gave it
-			a := &attempt{id: o.id, done: make(chan struct{}), resp: &dsecv1.RestoreResponse{Id: o.id, State: "restored", Epoch: int64(b.epoch.Load())}}
-			go func() { // the lock of the host is held
-				a.change(func(r *dsecv1.RestoreResponse) { r.Sandbox = b.proto() })
-				close(a.done)
-			}()
-			return a, nil
+	for e := b; e != nil; e = e.prev {
+		if e.call != o.id { // no order is without an ID
+			continue
 		}
+		// The host that gave its answer is gone. What it made is the answer, also where that has ended since: nothing is made twice.
+		a := &attempt{id: o.id, done: make(chan struct{}), resp: &dsecv1.RestoreResponse{Id: o.id, State: "restored", Epoch: int64(e.epoch.Load())}}
+		go func() { // the lock of the host is held
+			a.change(func(r *dsecv1.RestoreResponse) { r.Sandbox = e.proto() })
+			close(a.done)
+		}()
+		return a, nil
+	}
+	if !state.Ended() {
 		if asked {
 			state = sandbox.Stopping
 		}
@@ -443,6 +447,16 @@ func (h *Host) measureStreams(id trajectory.ID, hist *history) error {
 
 // restoring says whether a restore was begun that is not known to be complete.
 func (st *story) restoring() bool { return st.state == sandbox.Creating && len(st.before) > 0 }
+
+// restored says whether more than the records of its life tell what a trajectory is: which calls restored it, and what came from a lost host.
+func (st *story) restored(here sandbox.HostID) bool {
+	for id := range st.ids {
+		if len(st.ids) > 1 || id.Host() != here {
+			return true
+		}
+	}
+	return false
+}
 
 // begin takes in the create of a sandbox: the first, one after a creation that failed, or one that goes on with the trajectory.
 func (st *story) begin(r *trajectory.Record, m *dsecv1.HostCreateRequest) {

@@ -26,6 +26,7 @@ func (v Violation) String() string {
 type group struct {
 	box      *Box
 	id, step string
+	line     bool // id stands for all sandboxes of the log
 	op       Op
 	calls    []*Call
 	first    int64 // stamp of the first call
@@ -57,6 +58,7 @@ func Check(h *History) []Violation {
 		c.births(c.stories[key])
 		c.runs(c.stories[key])
 		c.files(c.stories[key])
+		c.restores(c.stories[key])
 	}
 	c.reads()
 	c.order()
@@ -92,7 +94,7 @@ func (c *checker) lossy(b *Box) bool {
 // space keeps apart what may have one name: steps share one, sessions have their own.
 func space(op Op) string {
 	switch op {
-	case Session, Verdict, Stdin, Stop, Read, Create:
+	case Session, Verdict, Stdin, Stop, Read, Create, Restore:
 		return string(op)
 	}
 	return "step"
@@ -107,12 +109,16 @@ func (c *checker) gather() {
 			continue
 		}
 		p := place{call.ID, space(call.Op), call.Step}
-		if call.Op == Create {
-			p = place{call.Box, "create", ""}
+		line := call.Op != Stop && slices.Contains(c.stories[call.Box].creates, call.ID)
+		switch {
+		case call.Op == Create || call.Op == Restore:
+			p = place{call.Box, string(call.Op), call.Step}
+		case line:
+			p.id = c.stories[call.Box].creates[0]
 		}
 		g := all[p]
 		if g == nil {
-			g = &group{box: b, id: call.ID, step: call.Step, op: call.Op, first: call.Invoked}
+			g = &group{box: b, id: call.ID, step: call.Step, op: call.Op, first: call.Invoked, line: line}
 			all[p] = g
 			c.groups = append(c.groups, g)
 		}
@@ -137,12 +143,23 @@ func (c *checker) agree(g *group) {
 				c.fail(g, "conflict", "two requests were taken under one key: %v and %v", taken, call)
 			}
 			taken = call
-			if a := g.acked; call.Reply == Answered && (call.Value != a.Value || g.op == Create && call.ID != a.ID) {
-				c.fail(g, "answer", "two answers: %v and %v", a, call)
+			a := g.acked
+			if call.Reply != Answered || call.Value == a.Value && (g.op != Create || call.ID == a.ID) {
+				continue
 			}
+			s := c.stories[g.box.Key]
+			if g.op == Create {
+				x, y := s.lifeOf(a.ID), s.lifeOf(call.ID)
+				if x != nil && y != nil && (call.Invoked < a.Returned || y.from >= x.from) {
+					continue // it was restored meanwhile
+				}
+			} else if s.taken[g.step] {
+				continue // what ran runs again
+			}
+			c.fail(g, "answer", "two answers: %v and %v", a, call)
 		case Conflict:
-			other := slices.ContainsFunc(g.calls, func(o *Call) bool {
-				return (o.Request != call.Request || o.Op != call.Op) && o.Invoked < call.Returned
+			other := slices.ContainsFunc(c.h.Calls, func(o *Call) bool { // also of a sandbox of the trajectory that the log has lost
+				return (slices.Contains(g.calls, o) || c.lossy(&Box{}) && o.Box == call.Box) && o.Step == call.Step && space(o.Op) == space(call.Op) && (o.Request != call.Request || o.Op != call.Op) && o.Invoked < call.Returned
 			})
 			if !other {
 				c.fail(g, "conflict", "refused for another request, and there was none: %v", call)
@@ -154,7 +171,7 @@ func (c *checker) agree(g *group) {
 // unknown holds that a step whose end was told is never unknown, and that none is without a reason.
 func (c *checker) unknown(g *group) {
 	for _, call := range g.calls {
-		if call.Reply != Unknown {
+		if call.Reply != Unknown || c.stories[g.box.Key].taken[g.step] {
 			continue
 		}
 		if a := g.acked; a != nil && a.Returned < call.Invoked {
@@ -198,8 +215,13 @@ func (c *checker) recorded(g *group) {
 		has("the signal", "signal", func(r *dsecv1.LogRecord) bool {
 			return strings.Contains(r.GetRequestJson(), fmt.Sprintf("%q", call.Step))
 		})
+	case Restore:
+		if l := s.lifeOf(call.Value); (call.Value != "asks" && call.Value != "diverged") && (l == nil || l.call != call.Step) {
+			c.fail(g, "lost", "no record of the restore: %v", call)
+		}
 	case Stop:
-		if !s.over {
+		l := s.lifeOf(call.ID)
+		if l == nil || !l.over {
 			c.fail(g, "lost", "the sandbox is %s after %v", s.state, call)
 		}
 	case Stdin:
@@ -218,6 +240,7 @@ func (c *checker) stepRecorded(g *group, s *story, call *Call) {
 	switch {
 	case a == nil:
 		c.fail(g, "lost", "no record of %v", call)
+	case s.taken[g.step]: // its key is answered by what runs again
 	case a.op != call.Op:
 		c.fail(g, "lost", "the log has a %s: %v", a.op, call)
 	case a.end == nil:
@@ -258,22 +281,42 @@ func (c *checker) births(s *story) {
 // runs compares what was really done with the log: rule "twice".
 func (c *checker) runs(s *story) {
 	b := s.box
-	asked := map[Ran]bool{}
+	asked, any := map[Ran]bool{}, map[string]bool{}
 	for _, call := range c.h.Calls {
 		if call.Box == b.Key {
-			asked[Ran{call.ID, call.Step}] = true
+			asked[Ran{call.ID, call.Step}], any[call.Step] = true, true
 		}
 	}
+	checks := map[string]int{}
 	for ran, n := range b.Runs {
 		g := &group{box: b, id: ran.ID, step: ran.Step}
-		begun := s.begun(ran.Step)
+		again := s.lifeOf(ran.ID) != nil && s.lives[0].id != ran.ID || slices.ContainsFunc(s.given, func(l *life) bool { return l.id == ran.ID })
+		may, _ := s.expected(ran.ID, ran.Step)
 		switch {
 		case n > 1:
 			c.fail(g, "twice", "was done %d times in %s", n, ran.ID)
+		case c.lossy(&Box{}) && s.lifeOf(ran.ID) == nil: // of whom the log says nothing more
+		case n > 0 && again && !any[ran.Step]:
+			checks[ran.ID]++
+		case n > 0 && again && !may && !c.lossy(&Box{}):
+			c.fail(g, "twice", "was done in %s, and the log says neither that it began there nor that it was done again", ran.ID)
+		case again:
 		case n > 0 && !asked[ran]:
 			c.fail(g, "twice", "was done in %s and nobody had asked for it", ran.ID)
-		case n > 0 && begun == 0 && !c.lossy(&Box{}): // what dies with its machine needs no record
+		case n > 0 && s.begun(ran.Step) == 0 && !c.lossy(&Box{}): // what dies with its machine needs no record
 			c.fail(g, "twice", "was done in %s, and the log says that it never began", ran.ID)
+		}
+	}
+	for id, n := range checks {
+		if l := s.lifeOf(id); l != nil && n > s.checks {
+			c.fail(&group{box: b, id: id}, "twice", "%d commands were done in %s that nobody had asked for, and %d checks", n, id, s.checks)
+		}
+	}
+	for _, l := range s.lives {
+		for _, d := range l.redos {
+			if _, must := s.expected(l.id, d.step); must && b.Seen[l.id] && b.Runs[Ran{l.id, d.step}] == 0 {
+				c.fail(&group{box: b, id: l.id, step: d.step}, "twice", "was done again in %s by the log, and it was not", l.id)
+			}
 		}
 	}
 	for _, g := range c.groups {
@@ -281,7 +324,13 @@ func (c *checker) runs(s *story) {
 			continue
 		}
 		did := (g.op == Append || g.op == Signal) && g.acked.Value == "ok" || g.op == Command && strings.HasPrefix(g.acked.Value, "exited ")
-		if did && b.Runs[Ran{g.id, g.step}] == 0 {
+		n := b.Runs[Ran{g.id, g.step}]
+		if g.line {
+			for _, id := range s.creates {
+				n += b.Runs[Ran{id, g.step}]
+			}
+		}
+		if did && n == 0 {
 			c.fail(g, "twice", "was answered and never done: %v", g.acked)
 		}
 	}
@@ -316,7 +365,7 @@ func (c *checker) order() {
 		if space(g.op) != "step" {
 			continue
 		}
-		if a := c.stories[g.box.Key].last(g.step); a != nil && slices.Contains(c.stories[g.box.Key].creates, g.id) {
+		if a := c.stories[g.box.Key].last(g.step); a != nil && g.line {
 			all = append(all, done{g, a})
 		}
 	}
@@ -326,6 +375,9 @@ func (c *checker) order() {
 		}
 		for _, y := range all {
 			if x.g == y.g || x.g.acked.Returned >= y.g.first || x.g.box.Host != y.g.box.Host {
+				continue
+			}
+			if c.stories[x.g.box.Key].taken[x.g.step] {
 				continue
 			}
 			start := c.stories[y.g.box.Key].steps[y.g.step][0].start
@@ -360,7 +412,7 @@ func (c *checker) prefix(f Fault, y *group) {
 		if slices.ContainsFunc(c.h.Faults, func(g Fault) bool { return g.loses("") && x.Invoked < g.To && g.From < y.first }) {
 			continue // was lost before y was asked for
 		}
-		if a := c.stories[x.Box].last(x.Step); a == nil || a.end == nil {
+		if a := c.stories[x.Box].last(x.Step); (a == nil || a.end == nil) && !c.stories[x.Box].taken[x.Step] {
 			c.fail(&group{box: b, step: x.Step}, "prefix", "is gone with %v, and %s/%s, which was asked for later, is there: %v", f, y.box.Key, y.step, x)
 			return
 		}

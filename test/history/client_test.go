@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -32,16 +33,20 @@ type act struct {
 
 // simClient sends what it draws, sends it again when no answer comes, and notes all that it hears.
 type simClient struct {
-	s   *sim
-	n   int
-	rng *rand.Rand
-	id  map[string]string // sandboxes by box
-	old []act
+	s     *sim
+	n     int
+	rng   *rand.Rand
+	id    map[string]string // sandboxes by box
+	old   []act
+	calls int    // of restore
+	over  string // box whose sandbox was refused as being over
+	why   string // the last refusal or failure
 
 	Sandboxes dsecv1connect.SandboxServiceClient
 	Commands  dsecv1connect.CommandServiceClient
 	Files     dsecv1connect.FileServiceClient
 	Logs      dsecv1connect.LogServiceClient
+	Restores  dsecv1connect.RestoreServiceClient
 }
 
 type keyed struct {
@@ -60,7 +65,7 @@ func (s *sim) newClient(n int) *simClient {
 	const base = "http://gateway"
 	return &simClient{s: s, n: n, rng: rand.New(rand.NewPCG(s.plan.seed, uint64(100+n))), id: map[string]string{},
 		Sandboxes: dsecv1connect.NewSandboxServiceClient(h, base), Commands: dsecv1connect.NewCommandServiceClient(h, base),
-		Files: dsecv1connect.NewFileServiceClient(h, base), Logs: dsecv1connect.NewLogServiceClient(h, base)}
+		Files: dsecv1connect.NewFileServiceClient(h, base), Logs: dsecv1connect.NewLogServiceClient(h, base), Restores: dsecv1connect.NewRestoreServiceClient(h, base)}
 }
 
 func (c *simClient) chance(n int) bool { return c.rng.IntN(n) == 0 }
@@ -75,6 +80,10 @@ func (c *simClient) run() {
 		if c.send(a) && !a.private {
 			c.old = append(c.old, a)
 		}
+		if c.over == box && !c.chance(3) {
+			c.restore(box, "")
+		}
+		c.over = ""
 		if c.chance(3) {
 			pause(context.Background(), time.Duration(c.rng.IntN(int(300*time.Millisecond))))
 		}
@@ -111,7 +120,7 @@ func (c *simClient) send(a act) bool {
 		reply, value := judge(a.op, value, err)
 		call.N = n
 		if err != nil && (reply == history.Lost || reply == history.Refused) {
-			call.Note = err.Error()
+			call.Note, c.why = err.Error(), err.Error()
 		}
 		if a.op == history.Create && reply == history.Answered {
 			call.ID = value
@@ -127,6 +136,8 @@ func (c *simClient) send(a act) bool {
 		c.s.rec.Return(call, reply, value)
 		if reply == history.Refused && a.op == history.Create {
 			c.id[a.box] = ""
+		} else if reply == history.Refused && a.op != history.Restore {
+			c.over = a.box
 		}
 		return reply == history.Answered
 	}
@@ -175,7 +186,7 @@ func (c *simClient) draw(box string, i int) act {
 	case 3:
 		return c.command(box, step, fmt.Sprintf("print %d ; sleep 20ms ; print %d", c.rng.IntN(3000), c.rng.IntN(3000)))
 	case 4:
-		return c.command(box, step, [...]string{"nosuch", "late 60ms", "false"}[c.rng.IntN(3)])
+		return c.command(box, step, [...]string{"nosuch", "late 60ms", "false", "id"}[c.rng.IntN(4)])
 	case 5:
 		if c.chance(2) {
 			return c.signalled(box, step)
@@ -251,12 +262,13 @@ func at(id, path string) *dsecv1.Path { return &dsecv1.Path{Sandbox: id, Path: p
 
 // command runs words of the fake backend and hears its end by one of the ways that there are.
 func (c *simClient) command(box, step, words string) act {
-	return c.start(box, &dsecv1.StartRequest{Id: step, Argv: strings.Fields(words)}, words)
+	k := classed(step)
+	return c.start(box, &dsecv1.StartRequest{Id: step, Argv: strings.Fields(words), Restore: k.Restore, Check: k.Check}, words)
 }
 
 func (c *simClient) start(box string, q *dsecv1.StartRequest, request string) act {
 	return act{op: history.Command, box: box, step: q.Id, request: request, do: func(ctx context.Context, id string) (string, int64, error) {
-		q := &dsecv1.StartRequest{Sandbox: id, Id: q.Id, Argv: q.Argv, Session: q.Session, Text: q.Text, Stdin: q.Stdin, StdinOpen: q.StdinOpen, OutputLimit: 1 << 20}
+		q := &dsecv1.StartRequest{Sandbox: id, Id: q.Id, Argv: q.Argv, Session: q.Session, Text: q.Text, Stdin: q.Stdin, StdinOpen: q.StdinOpen, Restore: q.Restore, Check: q.Check, OutputLimit: 1 << 20}
 		if !c.chance(3) {
 			q.WaitMs = int64(c.rng.IntN(2000))
 		}
@@ -362,7 +374,7 @@ func (c *simClient) signalled(box, step string) act {
 		return "ok", 0, err
 	}}
 	return act{op: history.Command, box: box, step: step, request: "hang", private: true, do: func(ctx context.Context, id string) (string, int64, error) {
-		if _, err := c.Commands.Start(ctx, connect.NewRequest(&dsecv1.StartRequest{Sandbox: id, Id: step, Argv: []string{"hang"}})); err != nil {
+		if _, err := c.Commands.Start(ctx, connect.NewRequest(&dsecv1.StartRequest{Sandbox: id, Id: step, Argv: []string{"hang"}, Restore: classed(step).Restore, Check: classed(step).Check})); err != nil {
 			return "", 0, err
 		}
 		if !c.send(signal) { // it may never have been sent: another, under another key, ends it
@@ -472,10 +484,15 @@ func (c *simClient) finalLog(box string) (*dsecv1.Sandbox, []*dsecv1.LogRecord) 
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		log, err := c.records(ctx, &dsecv1.ReadLogRequest{Job: "j", Key: box, Output: true})
 		if err == nil && len(log) > 0 {
-			var r *connect.Response[dsecv1.GetResponse]
-			if r, err = c.Sandboxes.Get(ctx, connect.NewRequest(&dsecv1.GetRequest{Id: creation(log)})); err == nil {
-				cancel()
-				return r.Msg.GetSandbox(), log
+			for _, id := range slices.Backward(creations(log)) { // the last may be that of a restore that was given up
+				var r *connect.Response[dsecv1.GetResponse]
+				if r, err = c.Sandboxes.Get(ctx, connect.NewRequest(&dsecv1.GetRequest{Id: id})); err == nil {
+					cancel()
+					return r.Msg.GetSandbox(), log
+				}
+				if connect.CodeOf(err) != connect.CodeNotFound {
+					break
+				}
 			}
 		}
 		cancel()
@@ -489,13 +506,13 @@ func (c *simClient) finalLog(box string) (*dsecv1.Sandbox, []*dsecv1.LogRecord) 
 	return nil, nil
 }
 
-func creation(log []*dsecv1.LogRecord) (id string) {
+func creations(log []*dsecv1.LogRecord) (ids []string) {
 	for _, r := range log {
 		if r.GetKind() == "create" {
-			id = r.GetStep()
+			ids = append(ids, r.GetStep())
 		}
 	}
-	return id
+	return ids
 }
 
 // ids are the sandboxes that clients were told of.

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"io"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -22,8 +23,23 @@ func (c *checker) files(s *story) {
 	m := &model{root: b.Root, all: map[string]string{}, vague: map[string]bool{}}
 	var open []*dsecv1.LogRecord
 	place := map[*dsecv1.LogRecord][]string{}
+	kept := map[int64]*model{} // at the ends of snapshots
 	for _, r := range b.Log {
-		switch op := stepOps[r.GetKind()]; {
+		for _, l := range s.lives {
+			if l.from == r.GetSeq() && l.call != "" {
+				open = nil
+				m = s.remade(m, l, kept)
+			}
+		}
+		op := stepOps[r.GetKind()]
+		if r.GetKind() == "end" {
+			for _, a := range s.steps[r.GetStep()] {
+				if a.end == r && a.op == Snapshot {
+					kept[r.GetSeq()] = m.copy()
+				}
+			}
+		}
+		switch {
 		case op != "" && op != Command && op != Snapshot:
 			q := requestOf(r)
 			place[r] = q.paths()
@@ -57,6 +73,32 @@ func (c *checker) files(s *story) {
 			c.fail(g, "files", "%s is there, and by the log it is not", p)
 		}
 	}
+}
+
+// remade is what a restore makes of its base: what it did again is done, what it left out or came to something else is not certain.
+func (s *story) remade(m *model, l *life, kept map[int64]*model) *model {
+	base := &model{root: m.root, all: map[string]string{}, vague: map[string]bool{}}
+	if k := kept[l.baseSeq]; k != nil {
+		base = k.copy()
+	} else if l.baseSeq > 0 {
+		base.vague[m.root] = true
+	}
+	for _, d := range l.redos {
+		a := s.attemptAt(d.step, d.seq)
+		switch {
+		case a == nil || a.op == Command:
+		case d.state == "ended" && d.verdict == "equal":
+			base.apply(a)
+		default:
+			q := requestOf(a.start)
+			base.blur(q.paths())
+		}
+	}
+	return base
+}
+
+func (m *model) copy() *model {
+	return &model{root: m.root, all: maps.Clone(m.all), vague: maps.Clone(m.vague)}
 }
 
 type place struct {

@@ -34,7 +34,8 @@ const (
 	Signal   Op = "signal"
 	Verdict  Op = "verdict"
 	Stop     Op = "stop"
-	Read     Op = "read" // of the log: N records, whose digest is Value
+	Restore  Op = "restore" // Step is the call's own ID, Value the new sandbox, or what else it came to
+	Read     Op = "read"    // of the log: N records, whose digest is Value
 )
 
 // Reply is how a call came back.

@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -41,6 +42,7 @@ import (
 
 const (
 	hostID = sandbox.HostID("hsimulated")
+	heirID = sandbox.HostID("hheir00001") // goes on when the machine of the other is lost
 	token  = "0123456789abcdef"
 )
 
@@ -113,6 +115,7 @@ type plan struct {
 	crashAt  int  // the changing call of the first host's file system that crashes it; 0: faults are drawn
 	power    bool // it is a power loss
 	moved    bool // at the end the machine is lost, and the log comes back from the store
+	heir     bool // then another host takes it over and restores what is gone
 	storm    bool // store and facts fail now and then
 	quietNet bool // no answer is lost
 	verbose  bool
@@ -120,7 +123,7 @@ type plan struct {
 
 func drawn(seed uint64) plan {
 	r := rand.New(rand.NewPCG(seed, 11))
-	return plan{seed: seed, clients: 1 + r.IntN(3), steps: 3 + r.IntN(6), faults: r.IntN(5), moved: r.IntN(5) == 0, storm: r.IntN(3) == 0, quietNet: r.IntN(4) == 0}
+	return plan{seed: seed, clients: 1 + r.IntN(3), steps: 3 + r.IntN(6), faults: r.IntN(5), moved: r.IntN(5) == 0, storm: r.IntN(3) == 0, quietNet: r.IntN(4) == 0, heir: r.IntN(2) == 0}
 }
 
 // sim is one history in the making: a gateway and a host, which die and come back, over a world that outlives them.
@@ -152,6 +155,10 @@ type sim struct {
 	alone  bool                  // the log has no store any more
 	healed bool
 	ops    int // changing calls of file systems of the past
+	name   sandbox.HostID
+	given  atomic.Bool                   // the lost host is in no gateway's list any more
+	snaps  map[string]string             // folder of what a snapshot holds, by layer
+	based  map[sandbox.ID]map[string]int // appended lines that a sandbox began with, by step
 
 	wg sync.WaitGroup
 }
@@ -272,7 +279,7 @@ func (s *sim) startHost(fs *crashfs.FS, crashIn int) {
 	p := newProcess()
 	s.mu.Lock()
 	s.fs, s.host = fs, p
-	alone := s.alone
+	alone, name := s.alone, s.name
 	s.mu.Unlock()
 	fs.OnCrash(func() { s.die(p) })
 	if crashIn > 0 {
@@ -281,7 +288,7 @@ func (s *sim) startHost(fs *crashfs.FS, crashIn int) {
 	cfg := trajectory.Default("")
 	cfg.FS, cfg.SegmentBytes, cfg.Reserve = fs, 128<<10, 32<<10
 	if !alone {
-		cfg.Store, cfg.Host = s.store, string(hostID)
+		cfg.Store, cfg.Host = s.store, string(name)
 	}
 	began := s.began
 	cfg.Now = func() (time.Time, time.Duration) { now := time.Now(); return now, now.Sub(began) }
@@ -304,10 +311,13 @@ func (s *sim) startHost(fs *crashfs.FS, crashIn int) {
 			return
 		}
 		c := host.Default()
-		c.ID, c.Dir = hostID, s.g.dir
+		c.ID, c.Dir = name, s.g.dir
 		h, err := host.New(c, host.Deps{
 			Backends: map[string]sandbox.Backend{"container": s.world.Connect()}, Log: l, Logger: s.log,
 			Memory: func() (int64, int64, error) { return 8 << 30, 4 << 30, nil },
+			TakeOver: func(ctx context.Context, lost, dir string) (host.LostLog, error) {
+				return trajectory.TakeOver(ctx, s.store, lost, filepath.Join(s.root, "lost", filepath.Base(dir)), s.log)
+			},
 		})
 		if err != nil {
 			s.t.Errorf("make a host: %v", err)
@@ -352,8 +362,18 @@ func (s *sim) startGateway() {
 type fleet struct{ s *sim }
 
 func (f fleet) Fleet() *placement.Fleet {
-	return &placement.Fleet{Hosts: []placement.Host{{ID: hostID, Addr: "sim", Protocol: rpc.Protocol, Up: true, SlotsFree: 1000, MemoryTotal: 8 << 30, MemoryAvailable: 4 << 30,
+	fl := &placement.Fleet{Hosts: []placement.Host{{ID: f.s.hostName(), Addr: "sim", Protocol: rpc.Protocol, Up: true, SlotsFree: 1000, MemoryTotal: 8 << 30, MemoryAvailable: 4 << 30,
 		Backends: []sandbox.Capabilities{{Backend: "container", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen}, Networks: []string{"none", "open"}, Snapshot: true, Terminal: true, Sessions: true, Ports: true}}}}}
+	if f.s.hostName() != hostID && !f.s.given.Load() {
+		fl.Hosts = append(fl.Hosts, placement.Host{ID: hostID, Addr: "lost", Protocol: rpc.Protocol})
+	}
+	return fl
+}
+
+func (s *sim) hostName() sandbox.HostID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.name
 }
 
 func (f fleet) Ready() <-chan struct{} {
@@ -362,7 +382,7 @@ func (f fleet) Ready() <-chan struct{} {
 	return ch
 }
 
-func (f fleet) Peer(id sandbox.HostID) (*rpc.Peer, bool) { return f.s.peer, id == hostID }
+func (f fleet) Peer(id sandbox.HostID) (*rpc.Peer, bool) { return f.s.peer, id == f.s.hostName() }
 
 // newPeer is the way to the host, whichever lives.
 func newPeer(way http.RoundTripper) *rpc.Peer {
@@ -373,7 +393,7 @@ func newPeer(way http.RoundTripper) *rpc.Peer {
 		Addr: "sim", Info: dsecv1connect.NewInfoServiceClient(h, base, opt), Host: dsecv1connect.NewHostServiceClient(h, base, opt),
 		Sandboxes: dsecv1connect.NewSandboxServiceClient(h, base, opt), Commands: dsecv1connect.NewCommandServiceClient(h, base, opt),
 		Jobs: dsecv1connect.NewJobServiceClient(h, base, opt), Files: dsecv1connect.NewFileServiceClient(h, base, opt),
-		Logs: dsecv1connect.NewLogServiceClient(h, base, opt), Streams: dsecv1connect.NewCommandServiceClient(h, base, opt),
+		Logs: dsecv1connect.NewLogServiceClient(h, base, opt), Restores: dsecv1connect.NewHostRestoreServiceClient(h, base, opt), Streams: dsecv1connect.NewCommandServiceClient(h, base, opt),
 		FileStreams: dsecv1connect.NewFileServiceClient(h, base, opt),
 	}
 }
@@ -485,7 +505,8 @@ func simulate(t testing.TB, p plan) (h *history.History, ops int) {
 	}
 	defer os.RemoveAll(root)
 	s := &sim{t: t, plan: p, g: g, rec: history.NewRecorder(p.seed), root: root, began: time.Now(), rng: rand.New(rand.NewPCG(p.seed, 5)),
-		births: map[sandbox.ID]string{}, conns: map[io.Closer]bool{}, noted: map[string]string{}}
+		births: map[sandbox.ID]string{}, conns: map[io.Closer]bool{}, noted: map[string]string{},
+		name: hostID, snaps: map[string]string{}, based: map[sandbox.ID]map[string]int{}}
 	s.log = slog.New(slog.DiscardHandler)
 	if p.verbose {
 		s.log = slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{Level: slog.LevelWarn}))
@@ -497,14 +518,11 @@ func simulate(t testing.TB, p plan) (h *history.History, ops int) {
 	}
 	s.near = &memStore{mu: s.store.mu, all: s.store.all, odd: prompt}
 	s.facts = &memFacts{all: maps.Clone(g.facts), last: g.last, odd: prompt}
-	s.world = fake.NewWorld(fake.Options{Hook: s.hook, Files: s.serveFiles})
+	s.world = fake.NewWorld(fake.Options{Hook: s.hook, Files: s.serveFiles, Born: s.born, Snap: s.snap})
 	s.front, s.back = &wire{odd: s.oddNet}, &wire{odd: s.oddNet}
 	s.peer = newPeer(s.back)
 	for i, d := range []string{"process", "host", "store"} {
 		s.boxes = append(s.boxes, fmt.Sprintf("b%d-%s", i, d))
-		if err := os.Mkdir(s.rootOf(s.boxes[i]), 0o755); err != nil {
-			t.Fatal(err)
-		}
 	}
 	stop, end := context.WithCancel(context.Background())
 	s.startHost(crashfs.New(p.seed), p.crashAt)
@@ -549,7 +567,9 @@ func (s *sim) conclude() {
 	s.mu.Lock()
 	p := s.host
 	s.mu.Unlock()
-	if s.plan.moved {
+	if s.plan.moved && s.plan.heir {
+		s.inherit(c, p)
+	} else if s.plan.moved {
 		from := s.rec.Now()
 		s.mu.Lock()
 		s.alone = true
@@ -570,7 +590,7 @@ func (s *sim) conclude() {
 	}
 	runs, births := s.world.Runs(), s.world.Births()
 	for _, key := range s.boxes {
-		b := &history.Box{Key: key, Host: string(hostID), Durability: history.Durability(key[strings.Index(key, "-")+1:]), Root: s.rootOf(key), Births: map[string]int{},
+		b := &history.Box{Key: key, Host: string(s.hostName()), Durability: history.Durability(key[strings.Index(key, "-")+1:]), Root: s.rootOf(key), Births: map[string]int{},
 			Runs: map[history.Ran]int{}, Seen: map[string]bool{}}
 		sb, log := c.finalLog(key)
 		b.Log = log
@@ -600,20 +620,21 @@ func (s *sim) conclude() {
 			}
 		}
 		b.ID = sb.GetId()
-		files := tree(b.Root)
-		if len(b.Births) == 1 && sb.GetState() == "running" {
-			b.Files = files
-		}
-		if len(b.Births) == 1 {
-			for _, line := range strings.Split(files[filepath.Join(b.Root, "log")], "\n") {
-				if step, ok := strings.CutSuffix(line, ";"); ok {
-					for id := range b.Births {
-						b.Runs[history.Ran{ID: id, Step: step}]++
-					}
+		for id := range b.Births {
+			files := s.filesOf(sandbox.ID(id), b.Root)
+			if id == sb.GetId() && sb.GetState() == "running" {
+				b.Files = files
+			}
+			for step, n := range s.linesOf(files, b.Root) {
+				if n -= s.based[sandbox.ID(id)][step]; n != 0 {
+					b.Runs[history.Ran{ID: id, Step: step}] += n
 				}
 			}
-		} else {
-			b.Seen = map[string]bool{}
+		}
+		for _, id := range s.world.Alive() {
+			if s.noted[string(id)] == key && string(id) != sb.GetId() {
+				s.t.Errorf("seed %d: sandbox %s of %s lives beside %s", s.plan.seed, id, key, sb.GetId())
+			}
 		}
 		s.rec.History().Boxes[key] = b
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 )
@@ -39,6 +40,12 @@ type story struct {
 	open     map[string]bool // sessions
 	state    string
 	over     bool
+	epoch    int64
+	lives    []*life // those of attempts that were given up are in given
+	given    []*life
+	taken    map[string]bool // steps whose keys a restore answers by what runs again
+	classes  []decision
+	checks   int // that restores may have made
 }
 
 // last is a step's last beginning that is not void.
@@ -69,7 +76,7 @@ var stepOps = map[string]Op{"command": Command, "write": Write, "append": Append
 
 // tell reads a log by its grammar, rules "order", "grammar" and "octets".
 func tell(b *Box) *story {
-	s := &story{box: b, steps: map[string][]*attempt{}, sessions: map[string]int{}, open: map[string]bool{}}
+	s := &story{box: b, steps: map[string][]*attempt{}, sessions: map[string]int{}, open: map[string]bool{}, taken: map[string]bool{}}
 	var epoch, mono int64
 	for i, r := range b.Log {
 		if r.GetSeq() != int64(i)+1 {
@@ -83,13 +90,17 @@ func tell(b *Box) *story {
 		}
 		epoch, mono = r.GetEpoch(), r.GetMonoNs()
 		s.take(r)
+		s.epoch = epoch
 	}
 	return s
 }
 
 func (s *story) take(r *dsecv1.LogRecord) {
 	step := r.GetStep()
-	if s.over && r.GetKind() != "verdict" && r.GetKind() != "create" {
+	if s.attempt(r) {
+		return
+	}
+	if s.over && r.GetKind() != "recalled" && r.GetKind() != "verdict" && r.GetKind() != "create" {
 		s.fail("grammar", step, "%s at %d follows the end of the sandbox", r.GetKind(), r.GetSeq())
 	}
 	if r.GetSeq() == 1 && r.GetKind() != "create" {
@@ -102,8 +113,13 @@ func (s *story) take(r *dsecv1.LogRecord) {
 	switch r.GetKind() {
 	case "create":
 		if len(s.creates) > 0 {
-			s.fail("twice", step, "created again at %d as %s after %s", r.GetSeq(), step, s.creates[0])
+			if r.GetEpoch() == s.epoch {
+				s.fail("twice", step, "created again at %d as %s after %s", r.GetSeq(), step, s.creates[0])
+			}
+			s.again(r)
+			return
 		}
+		s.lives = append(s.lives, &life{id: step, from: r.GetSeq(), whole: true})
 		s.creates = append(s.creates, step)
 		s.state, s.over = "creating", false
 	case "void", "create_failed":
@@ -161,6 +177,9 @@ func (s *story) void(r *dsecv1.LogRecord) {
 			s.fail("grammar", r.GetStep(), "the creation is void at %d, and the sandbox was %s", r.GetSeq(), s.state)
 		}
 		s.creates = s.creates[:n-1]
+		if l := s.current(); l != nil && l.id == r.GetStep() {
+			s.lives = s.lives[:len(s.lives)-1]
+		}
 		return
 	}
 	a := s.last(r.GetStep())
@@ -184,6 +203,9 @@ func (s *story) turn(r *dsecv1.LogRecord) {
 	if !s.over {
 		return
 	}
+	if l := s.current(); l != nil {
+		l.over = true
+	}
 	for step, all := range s.steps {
 		if all[len(all)-1].open() {
 			s.fail("grammar", step, "the sandbox ended at %d and the step did not", r.GetSeq())
@@ -195,7 +217,8 @@ func (s *story) turn(r *dsecv1.LogRecord) {
 }
 
 func (s *story) output(r *dsecv1.LogRecord) {
-	step, stream := r.GetStep(), r.GetStream()
+	step, _, _ := strings.Cut(r.GetStep(), "~") // behind it, the epoch of one that runs again
+	stream := r.GetStream()
 	a := s.last(step)
 	switch {
 	case a == nil:

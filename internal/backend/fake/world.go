@@ -48,6 +48,10 @@ type Options struct {
 	Files func(ctx context.Context, id sandbox.ID, user string, conn io.ReadWriteCloser)
 	// Listen serves a connection to a port inside; nil, or false, is a closed port.
 	Listen func(id sandbox.ID, port uint16) (net.Conn, bool)
+	// Born is told of each birth before anything happens in the sandbox; nil is told nothing.
+	Born func(id sandbox.ID, spec *sandbox.Spec)
+	// Snap names the layer that a snapshot makes; nil makes names up.
+	Snap func(id sandbox.ID) string
 }
 
 // World is what outlives the host daemons.
@@ -248,6 +252,9 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 		x.arm(time.Now().Add(total))
 	}
 	b.w.mu.Unlock()
+	if born := b.w.opt.Born; born != nil {
+		born(id, spec)
+	}
 	if err := b.w.hook(ctx, OpCreated, id, ""); err != nil {
 		i := &instance{b: b, x: x}
 		i.Destroy(context.WithoutCancel(ctx))
@@ -531,6 +538,9 @@ func (i *instance) Snapshot(ctx context.Context) (string, error) {
 		return "", err
 	}
 	defer i.b.w.mu.Unlock()
+	if snap := i.b.w.opt.Snap; snap != nil {
+		return snap(i.x.id), nil
+	}
 	return fmt.Sprintf("sha256:%064x", len(i.x.commands)), nil
 }
 
