@@ -12,16 +12,19 @@ type normaliser struct {
 	expr string
 }
 
+// edge is where a token begins: at a word, or behind a tab or newline that JSON or a quoted text writes as two octets. Those stay.
+const edge = `(?:\b|\\[nrt])`
+
 // The order decides where two match at one place: what is longer and surer comes first. None crosses a line.
 var normalisers = []normaliser{
 	{"time", strings.Join([]string{
-		`\b\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2})\b)?`,
+		edge + `\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2})\b)?`,
 		`\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? (?:(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d|\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) \d{4})(?: \d{2}:\d{2}:\d{2})?(?: (?:AM|PM))?(?: [A-Z]{3,4})?(?: \d{4})?\b`,
-		`\b\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?\b(?: ?(?:AM|PM)\b)?`,
+		edge + `\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?\b(?: ?(?:AM|PM)\b)?`,
 		`\b1[5-9]\d{8}\.\d{1,9}\b`,
 	}, "|")},
 	{"date", strings.Join([]string{
-		`\b(?:19|20)\d{2}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])\b`,
+		edge + `(?:19|20)\d{2}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])\b`,
 		`\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d,? (?:\d{4}|\d{2}:\d{2})\b`,
 		`\b(?:19|20)\d{2}/(?:0[1-9]|1[0-2])/(?:0[1-9]|[12]\d|3[01])\b`,
 	}, "|")},
@@ -36,10 +39,10 @@ var normalisers = []normaliser{
 	{"address", `\b0x[0-9a-fA-F]{6,16}\b`},
 	{"pid", `\b(?i:pid)[ =:#]{1,2}\d{1,7}\b|\b[A-Za-z][A-Za-z0-9_.-]{0,40}\[\d{2,7}\]: `},
 	{"duration", strings.Join([]string{
-		`\b(?:\d{1,6}h)?\d{1,6}m\d{1,6}(?:\.\d{1,9})?s\b`,
-		`\b\d{1,12}(?:\.\d{1,9})? ?(?:ns|us|ms|s|secs?|seconds?|minutes?|hours?)\b`,
-		`\b\d{1,12}(?:\.\d{1,9})? ?µs`,
-		`"Elapsed":\d{1,9}(?:\.\d{1,9})?\b`, // of go test -json
+		edge + `(?:\d{1,6}h)?\d{1,6}m\d{1,6}(?:\.\d{1,9})?s\b`,
+		edge + `\d{1,12}(?:\.\d{1,9})? ?(?:ns|us|ms|s|secs?|seconds?|minutes?|hours?)\b`,
+		edge + `\d{1,12}(?:\.\d{1,9})? ?µs`,
+		`"Elapsed":\d{1,9}(?:\.\d{1,18})?\b`, // of go test -json
 	}, "|")},
 }
 
@@ -90,11 +93,15 @@ func (c *Comparer) normalise(p []byte) (text []byte, tokens []token) {
 			if m[2*g] < 0 {
 				continue
 			}
-			text = append(text, p[at:m[0]]...)
+			from := m[0]
+			if p[from] == '\\' {
+				from += 2
+			}
+			text = append(text, p[at:from]...)
 			text = append(text, '<')
 			text = append(text, c.names[g]...)
 			text = append(text, '>')
-			tokens = append(tokens, token{c.names[g], string(p[m[0]:m[1]])})
+			tokens = append(tokens, token{c.names[g], string(p[from:m[1]])})
 			at = m[1]
 			break
 		}
