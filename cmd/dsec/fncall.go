@@ -10,7 +10,6 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/compat/sandboxfusion"
 	"github.com/dsec-dev/dsec/internal/fncall"
-	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
 // fnCallSettings are [fncall] of the config file.
@@ -21,9 +20,11 @@ type fnCallSettings struct {
 	Rate      float64  `toml:"rate"`  // calls a second of one project
 	Cache     string   `toml:"cache"` // size
 	GPUs      []struct {
-		Name   string `toml:"name"`
-		Places int    `toml:"places"`
-	} `toml:"gpu"`
+		Name   string   `toml:"name"`
+		Places int      `toml:"places"` // calls that share it; 1 where none is given
+		Nodes  []string `toml:"nodes"`  // character devices of the host
+		Env    []string `toml:"env"`    // K=V of the calls that have it
+	} `toml:"gpu"` // none: the cards that are found in /dev
 }
 
 // languages are those of gateway and host alike.
@@ -34,8 +35,15 @@ func (p *places) languages() (fncall.Languages, error) {
 // openCalls makes the machine's function calls.
 func (m *machine) openCalls(p *places, reg *prometheus.Registry, logger *slog.Logger) error {
 	s := p.settings.FnCall
+	gpus := fncall.ProbeGPUs("/dev")
 	if len(s.GPUs) > 0 {
-		return fmt.Errorf("fncall.gpu: devices can be scheduled but not yet given to a call: %w", sandbox.ErrUnsupported)
+		gpus = nil
+		for _, d := range s.GPUs {
+			gpus = append(gpus, fncall.Device{Name: d.Name, Places: d.Places, Nodes: d.Nodes, Env: d.Env})
+		}
+	}
+	if err := fncall.CheckDevices(gpus); err != nil {
+		return fmt.Errorf("fncall.%w", err)
 	}
 	langs, err := p.languages()
 	if err != nil {
@@ -45,7 +53,7 @@ func (m *machine) openCalls(p *places, reg *prometheus.Registry, logger *slog.Lo
 	if err != nil {
 		return err
 	}
-	c := fncall.Config{Dir: filepath.Join(p.State, "fncall"), Host: string(m.id), Places: s.Places, Waiting: s.Waiting, Rate: s.Rate}
+	c := fncall.Config{Dir: filepath.Join(p.State, "fncall"), Host: string(m.id), Places: s.Places, Waiting: s.Waiting, Rate: s.Rate, GPUs: gpus}
 	if err := setSize(&c.CacheSize, "fncall.cache", s.Cache); err != nil {
 		return err
 	}

@@ -154,7 +154,7 @@ func (e *Engine) compileNow(ctx context.Context, j *job, p *program) ([]artifact
 		return nil, nil, err
 	}
 	defer done()
-	release, err := e.place(ctx, j, 1, false)
+	release, err := e.place(ctx, j, 1, nil)
 	if err != nil {
 		r, err := e.gaveUp(ctx, err, "")
 		return nil, r, err

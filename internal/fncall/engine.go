@@ -294,23 +294,24 @@ func (e *Engine) RunPair(ctx context.Context, project string, q *dsecv1.RunCallP
 	}, func(r *dsecv1.RunCallPairResponse, key string, recorded bool) { r.Key, r.Recorded = key, recorded })
 }
 
-// place waits for room to run.
-func (e *Engine) place(ctx context.Context, j *job, n int, gpu bool) (release func(), err error) {
+// place waits for room to run; with x also for a device, where the call asks for one, which x then has.
+func (e *Engine) place(ctx context.Context, j *job, n int, x *Exec) (func(), error) {
 	start := time.Now()
-	release, err = e.queue.take(ctx, j.project, n, j.bound)
+	release, err := e.queue.take(ctx, j.project, n, j.bound)
 	waited := time.Since(start)
 	j.t.add(waited)
 	e.m.queued.Observe(waited.Seconds())
-	if err != nil || !gpu || j.gpu == "" {
+	if err != nil || x == nil || j.gpu == "" {
 		return release, err
 	}
 	bound, cancel := context.WithTimeout(ctx, j.bound)
 	defer cancel()
-	_, give, err := e.gpus.Take(bound, j.gpu)
+	d, give, err := e.gpus.Take(bound, j.gpu)
 	if err != nil {
 		release()
 		return nil, err
 	}
+	x.Devices, x.Env = d.Nodes, sandbox.MergeEnv(x.Env, d.Env)
 	return func() { give(); release() }, nil
 }
 
@@ -325,7 +326,7 @@ func (e *Engine) execute(ctx context.Context, j *job, p *program, arts []artifac
 		return nil, err
 	}
 	defer done()
-	release, err := e.place(ctx, j, 1, true)
+	release, err := e.place(ctx, j, 1, x)
 	if err != nil {
 		return e.gaveUp(ctx, err, in.id)
 	}
@@ -380,7 +381,7 @@ func (e *Engine) executePair(ctx context.Context, j *job, p [2]*program, arts [2
 		}
 		defer done()
 	}
-	release, err := e.place(ctx, j, 2, false)
+	release, err := e.place(ctx, j, 2, nil)
 	if err != nil {
 		if a, err = e.gaveUp(ctx, err, in[0].id); err != nil {
 			return nil, nil, 0, err

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,6 +25,8 @@ import (
 type fakeRunner struct {
 	mu       sync.Mutex
 	runs     map[string]int
+	latest   *Exec
+	seen     func(*Exec) // may be nil
 	broken   atomic.Int64
 	now, top atomic.Int64 // at once
 }
@@ -36,6 +39,9 @@ func (f *fakeRunner) Exec(ctx context.Context, e *Exec) (*Exit, error) {
 		f.runs = map[string]int{}
 	}
 	f.runs[e.Argv[0]]++
+	if f.latest = e; f.seen != nil {
+		f.seen(e)
+	}
 	f.mu.Unlock()
 	x := &Exit{}
 	arg := func() (n int) { fmt.Sscan(e.Argv[1], &n); return n }
@@ -336,5 +342,46 @@ func TestExpiredJob(t *testing.T) {
 	r := newRig(t, func(_ *Config, d *Deps) { d.Jobs = expired{} })
 	if _, err := r.e.Run(t.Context(), "p", cmd("k", "echo")); !errors.Is(err, sandbox.ErrState) {
 		t.Errorf("%v", err)
+	}
+}
+
+// A call that asks for a device has that one alone, with its environment; the compiler has none.
+func TestGPUCalls(t *testing.T) {
+	r := newRig(t, func(c *Config, _ *Deps) {
+		c.Places = 8
+		c.GPUs = []Device{{Name: "a", Nodes: []string{"/dev/a0", "/dev/ctl"}, Env: []string{"WHICH=a"}}, {Name: "mig", Places: 2, Nodes: []string{"/dev/b0"}, Env: []string{"WHICH=b"}}}
+	})
+	for mode, want := range map[string][]string{"exclusive": {"/dev/a0", "/dev/ctl"}, "shared": {"/dev/a0", "/dev/ctl"}, "": nil} {
+		q := cmd("", "echo")
+		q.Gpu = mode
+		r.run(q)
+		r.f.mu.Lock()
+		x := r.f.latest
+		r.f.mu.Unlock()
+		if mode == "shared" { // either fits while both are free
+			if len(x.Devices) == 0 || !slices.ContainsFunc(x.Env, func(kv string) bool { return strings.HasPrefix(kv, "WHICH=") }) {
+				t.Errorf("shared: %v %v", x.Devices, x.Env)
+			}
+			continue
+		}
+		if d := cmp.Diff(want, x.Devices); d != "" {
+			t.Errorf("%q: %s", mode, d)
+		}
+		if slices.Contains(x.Env, "WHICH=a") != (mode == "exclusive") {
+			t.Errorf("%q: environment %v", mode, x.Env)
+		}
+	}
+	compiled := 0
+	r.f.seen = func(e *Exec) {
+		if e.Argv[0] == "cc" {
+			compiled++
+			if len(e.Devices) > 0 {
+				t.Errorf("the compiler has %v", e.Devices)
+			}
+		}
+	}
+	r.run(&dsecv1.RunCallRequest{Program: &dsecv1.CallProgram{Lang: "cc", Code: "x"}, Roots: roots(), Gpu: "shared"})
+	if x := r.f.latest; compiled != 1 || len(x.Devices) == 0 {
+		t.Errorf("compiled %d times, ran with %v", compiled, x.Devices)
 	}
 }

@@ -3,6 +3,8 @@ package fncall
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 
@@ -21,6 +23,8 @@ type GPUs struct {
 type Device struct {
 	Name   string
 	Places int
+	Nodes  []string // paths of the host's character devices that a call gets with it
+	Env    []string // K=V that a call gets with it, such as which of a card's instances is meant
 }
 
 type device struct {
@@ -40,12 +44,12 @@ func NewGPUs(list []Device) *GPUs {
 }
 
 // Take waits for a device: mode "shared" for a place on one, "exclusive" for one that nobody else has.
-func (g *GPUs) Take(ctx context.Context, mode string) (name string, release func(), err error) {
+func (g *GPUs) Take(ctx context.Context, mode string) (d Device, release func(), err error) {
 	if mode != "shared" && mode != "exclusive" {
-		return "", nil, fmt.Errorf("gpu %.40q: want shared or exclusive: %w", mode, sandbox.ErrInvalid)
+		return Device{}, nil, fmt.Errorf("gpu %.40q: want shared or exclusive: %w", mode, sandbox.ErrInvalid)
 	}
 	if len(g.devices) == 0 {
-		return "", nil, fmt.Errorf("gpu %s: this host has none: %w", mode, sandbox.ErrUnsupported)
+		return Device{}, nil, fmt.Errorf("gpu %s: this host has none: %w", mode, sandbox.ErrUnsupported)
 	}
 	for {
 		g.mu.Lock()
@@ -53,14 +57,14 @@ func (g *GPUs) Take(ctx context.Context, mode string) (name string, release func
 			d.used++
 			d.exclusive = mode == "exclusive"
 			g.mu.Unlock()
-			return d.Name, sync.OnceFunc(func() { g.give(d) }), nil
+			return d.Device, sync.OnceFunc(func() { g.give(d) }), nil
 		}
 		changed := g.changed
 		g.mu.Unlock()
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return "", nil, fmt.Errorf("gpu %s: all are taken: %w", mode, ctx.Err())
+			return Device{}, nil, fmt.Errorf("gpu %s: all are taken: %w", mode, ctx.Err())
 		}
 	}
 }
@@ -85,6 +89,55 @@ func (g *GPUs) give(d *device) {
 	d.exclusive = false
 	close(g.changed)
 	g.changed = make(chan struct{})
+}
+
+// ProbeGPUs finds the cards of a machine by their devices in a folder (/dev). Each is one device with one place; a card that is divided
+// must be configured.
+func ProbeGPUs(dev string) (list []Device) {
+	cards, _ := filepath.Glob(filepath.Join(dev, "nvidia[0-9]*"))
+	slices.Sort(cards)
+	var common []string
+	for _, n := range []string{"nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"} {
+		if p := filepath.Join(dev, n); isDevice(p) {
+			common = append(common, p)
+		}
+	}
+	for _, c := range cards {
+		if isDevice(c) {
+			list = append(list, Device{Name: filepath.Base(c), Places: 1, Nodes: append([]string{c}, common...)})
+		}
+	}
+	return list
+}
+
+func isDevice(path string) bool {
+	st, err := os.Lstat(path)
+	return err == nil && st.Mode()&os.ModeCharDevice != 0
+}
+
+// CheckDevices refuses a configuration that no call could be given.
+func CheckDevices(list []Device) error {
+	names := map[string]bool{}
+	for i, d := range list {
+		switch {
+		case d.Name == "" || names[d.Name]:
+			return fmt.Errorf("gpu[%d].name %.40q: want a name that no other has: %w", i, d.Name, sandbox.ErrInvalid)
+		case d.Places < 0:
+			return fmt.Errorf("gpu[%d].places %d: want 1 or more: %w", i, d.Places, sandbox.ErrInvalid)
+		case len(d.Nodes) == 0:
+			return fmt.Errorf("gpu[%d].nodes: want the paths of its devices: %w", i, sandbox.ErrInvalid)
+		}
+		names[d.Name] = true
+		for _, n := range d.Nodes {
+			if !isDevice(n) {
+				return fmt.Errorf("gpu[%d].nodes: %s is no character device: %w", i, n, sandbox.ErrInvalid)
+			}
+		}
+		if err := sandbox.CheckEnv(fmt.Sprintf("gpu[%d].env", i), d.Env); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Names are those of all devices.

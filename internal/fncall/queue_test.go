@@ -4,12 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -130,11 +134,11 @@ func TestGPUs(t *testing.T) {
 		}
 		take := func(mode string) (string, func()) {
 			t.Helper()
-			name, release, err := g.Take(t.Context(), mode)
+			d, release, err := g.Take(t.Context(), mode)
 			if err != nil {
 				t.Fatal(err)
 			}
-			return name, release
+			return d.Name, release
 		}
 		a, giveA := take("shared")
 		b, giveB := take("shared")
@@ -149,8 +153,8 @@ func TestGPUs(t *testing.T) {
 		}
 		got := make(chan string)
 		go func() {
-			name, release, err := g.Take(t.Context(), "exclusive")
-			got <- fmt.Sprint(name, err)
+			d, release, err := g.Take(t.Context(), "exclusive")
+			got <- fmt.Sprint(d.Name, err)
 			release()
 		}()
 		synctest.Wait()
@@ -163,4 +167,46 @@ func TestGPUs(t *testing.T) {
 		}
 		giveC()
 	})
+}
+
+// Cards are found by their devices, and a configuration that no call could be given is refused with the field.
+func TestGPUDevices(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to make devices")
+	}
+	dir := t.TempDir()
+	node := func(name string) string {
+		p := filepath.Join(dir, name)
+		if err := unix.Mknod(p, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))); err != nil {
+			t.Skipf("can't make a device: %v", err)
+		}
+		return p
+	}
+	if got := ProbeGPUs(dir); got != nil {
+		t.Errorf("none: %v", got)
+	}
+	a, b, ctl := node("nvidia0"), node("nvidia1"), node("nvidiactl")
+	file := filepath.Join(dir, "nvidia2")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	want := []Device{{Name: "nvidia0", Places: 1, Nodes: []string{a, ctl}}, {Name: "nvidia1", Places: 1, Nodes: []string{b, ctl}}}
+	if d := cmp.Diff(want, ProbeGPUs(dir)); d != "" {
+		t.Error(d)
+	}
+	if err := CheckDevices(want); err != nil {
+		t.Error(err)
+	}
+	for field, list := range map[string][]Device{
+		"gpu[0].name":   {{Nodes: []string{a}}},
+		"gpu[1].name":   {{Name: "x", Nodes: []string{a}}, {Name: "x", Nodes: []string{b}}},
+		"gpu[0].places": {{Name: "x", Places: -1, Nodes: []string{a}}},
+		"gpu[0].nodes":  {{Name: "x"}},
+		"gpu[1].nodes":  {{Name: "x", Nodes: []string{a}}, {Name: "y", Nodes: []string{file}}},
+		"gpu[0].env":    {{Name: "x", Nodes: []string{a}, Env: []string{"no value"}}},
+	} {
+		if err := CheckDevices(list); !errors.Is(err, sandbox.ErrInvalid) || !strings.Contains(err.Error(), field) {
+			t.Errorf("%s: %v", field, err)
+		}
+	}
 }

@@ -16,6 +16,8 @@ type Exec struct {
 	Limits Limits
 	Copy   []Copy
 	Pooled bool
+	// Devices are paths of character devices of the host, which the program finds in its /dev.
+	Devices []string
 }
 
 // File is a file of a work folder. Its path is relative and clean.

@@ -39,8 +39,9 @@ type Call struct {
 	Stack   int64
 	NoFile  int64
 	Copy    []CallCopy
-	Pooled  bool   // use the user namespace of an earlier call of the same uid
-	Filter  []byte // sock_filter[] with a listener's actions
+	Devices []string // paths of character devices of the host, which the call finds in its /dev
+	Pooled  bool     // use the user namespace of an earlier call of the same uid
+	Filter  []byte   // sock_filter[] with a listener's actions
 }
 
 // CallFile is a file of the work folder.
@@ -149,6 +150,9 @@ func (r *Call) check() error {
 		if strings.ContainsRune(s, 0) {
 			return fmt.Errorf("call: argument or variable with a NUL: %w", sandbox.ErrInvalid)
 		}
+	}
+	if err := checkDevices(r.Devices); err != nil {
+		return err
 	}
 	switch {
 	case len(r.Argv) == 0:

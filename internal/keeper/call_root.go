@@ -32,7 +32,7 @@ type callRoot struct {
 	gone   bool // not in the map any more: ended with its last user
 }
 
-// callRoots keeps environments by their layers and filter.
+// callRoots keeps environments by their layers, devices and filter.
 type callRoots struct {
 	k       *Keeper
 	program struct {
@@ -57,6 +57,12 @@ func rootKey(r *Call) (key [32]byte) {
 		h.Write([]byte(l))
 		h.Write([]byte{0})
 	}
+	h.Write([]byte{0})
+	for _, d := range r.Devices {
+		h.Write([]byte(d))
+		h.Write([]byte{0})
+	}
+	h.Write([]byte{0})
 	h.Write(r.Filter)
 	h.Sum(key[:0])
 	return key
@@ -96,9 +102,9 @@ func (s *callRoots) get(ctx context.Context, key [32]byte, r *Call) (*callRoot, 
 	if root == nil {
 		root = &callRoot{layers: r.Layers, ready: make(chan struct{}), fd: -1}
 		s.byKey[key] = root
-		filter := r.Filter
+		filter, devices := r.Filter, r.Devices
 		go func() {
-			root.err = s.open(root, filter)
+			root.err = s.open(root, filter, devices)
 			close(root.ready)
 			if root.err != nil {
 				s.drop(func(have *callRoot) bool { return have == root })
@@ -187,7 +193,7 @@ func (r *callRoot) end() {
 }
 
 // open makes an environment.
-func (s *callRoots) open(root *callRoot, filter []byte) (err error) {
+func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err error) {
 	s.program.Do(func() { s.program.f, s.program.err = initproc.OpenCalls() })
 	if s.program.err != nil {
 		return fmt.Errorf("call: %w", s.program.err)
@@ -197,7 +203,12 @@ func (s *callRoots) open(root *callRoot, filter []byte) (err error) {
 		return fmt.Errorf("call: compose the environment: %w", err)
 	}
 	defer unix.Close(mnt)
-	dev, err := clonePlain(s.k.tmpl.dev)
+	var dev int
+	if len(devices) > 0 {
+		dev, err = deviceDev(devices)
+	} else {
+		dev, err = clonePlain(s.k.tmpl.dev)
+	}
 	if err != nil {
 		return fmt.Errorf("call: /dev: %w", err)
 	}

@@ -303,3 +303,56 @@ func tiny(t testing.TB) []byte {
 	}
 	return p
 }
+
+// A call finds the devices that it is given, and no other call does: neither one without nor one of another device, in either mode.
+func TestCallDevices(t *testing.T) {
+	h := open(t)
+	dir := t.TempDir()
+	node := func(name string, minor uint32) string {
+		p := filepath.Join(dir, name)
+		if err := unix.Mknod(p, unix.S_IFCHR|0o600, int(unix.Mkdev(1, minor))); err != nil {
+			t.Skipf("can't make a device: %v", err)
+		}
+		return p
+	}
+	zero, full := node("gpu0", 5), node("gpu1", 7) // as fakes: they answer alike at a read, and otherwise at a write
+	run := func(pooled bool, script string, devices ...string) string {
+		t.Helper()
+		r := h.newCall("sh", "-c", script)
+		r.Devices, r.Pooled = devices, pooled
+		e := h.call(r)
+		if e.Code != 0 {
+			t.Errorf("%v: exit %d: %s", devices, e.Code, e.Stderr)
+		}
+		return string(e.Stdout)
+	}
+	list := "cd /dev; ls | grep gpu | tr '\\n' ' '; echo"
+	for _, pooled := range []bool{false, true} {
+		if got := run(pooled, list); got != "\n" {
+			t.Errorf("without a device: %q", got)
+		}
+		if got := run(pooled, list+"; head -c 3 /dev/gpu0 | wc -c; echo x >/dev/gpu0 && echo written; touch /dev/x 2>/dev/null || echo fixed", zero); got != "gpu0 \n3\nwritten\nfixed\n" {
+			t.Errorf("gpu0: %q", got)
+		}
+		if got := run(pooled, list+"; echo x 2>/dev/null >/dev/gpu1 || echo full", full); got != "gpu1 \nfull\n" {
+			t.Errorf("gpu1: %q", got)
+		}
+		if got := run(pooled, list, zero, full); got != "gpu0 gpu1 \n" {
+			t.Errorf("both: %q", got)
+		}
+	}
+	if got := run(false, "head -c 2 /dev/null | wc -c; ls -l /dev/fd >/dev/null && echo fd; echo a >/dev/shm/a && cat /dev/shm/a", zero); got != "0\nfd\na\n" {
+		t.Errorf("the rest of /dev: %q", got)
+	}
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range [][]string{{"gpu0"}, {dir + "/../gpu0"}, {zero, zero}, {"/"}, {file}, {filepath.Join(dir, "gone")}, make([]string, maxCallDevices+1)} {
+		r := h.newCall("true")
+		r.Devices = bad
+		if _, _, err := h.c.Call(within(t), r); !errors.Is(err, sandbox.ErrInvalid) && !errors.Is(err, sandbox.ErrNotFound) {
+			t.Errorf("%.80q: %v", bad, err)
+		}
+	}
+}

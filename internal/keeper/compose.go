@@ -210,6 +210,38 @@ type templates struct {
 	null     int    // /dev/null of the template, standard input of commands that have none
 }
 
+// fillDev makes what every /dev has, in the folder of the descriptor.
+func fillDev(dir int) error {
+	for _, n := range []struct {
+		name         string
+		major, minor uint32
+	}{{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}} {
+		if err := makeDevice(dir, n.name, unix.Mkdev(n.major, n.minor)); err != nil {
+			return err
+		}
+	}
+	for name, to := range map[string]string{"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
+		"stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx"} {
+		if err := unix.Symlinkat(to, dir, name); err != nil {
+			return fmt.Errorf("make /dev/%s: %w", name, err)
+		}
+	}
+	for _, d := range []string{"pts", "shm", "mqueue"} {
+		if err := unix.Mkdirat(dir, d, 0o755); err != nil {
+			return fmt.Errorf("make /dev/%s: %w", d, err)
+		}
+	}
+	return nil
+}
+
+// makeDevice makes a character device that everybody may read and write.
+func makeDevice(dir int, name string, number uint64) error {
+	if err := unix.Mknodat(dir, name, unix.S_IFCHR|0o666, int(number)); err != nil {
+		return fmt.Errorf("make device %s: %w", name, err)
+	}
+	return unix.Fchmodat(dir, name, 0o666, 0) // whatever the umask
+}
+
 func makeTemplates(dir string, g *cgroups) (*templates, error) {
 	t := &templates{dev: filepath.Join(dir, "dev"), sys: filepath.Join(dir, "sys"), null: -1}
 	for _, d := range []string{t.dev, t.sys} {
@@ -220,28 +252,14 @@ func makeTemplates(dir string, g *cgroups) (*templates, error) {
 	if err := unix.Mount("dev", t.dev, "tmpfs", unix.MS_NOSUID|unix.MS_NOEXEC, "mode=0755,size=64k"); err != nil {
 		return nil, fmt.Errorf("mount /dev template: %w", err)
 	}
-	for _, n := range []struct {
-		name         string
-		major, minor uint32
-	}{{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}} {
-		p := filepath.Join(t.dev, n.name)
-		if err := unix.Mknod(p, unix.S_IFCHR|0o666, int(unix.Mkdev(n.major, n.minor))); err != nil {
-			return nil, fmt.Errorf("make device %s: %w", n.name, err)
-		}
-		if err := unix.Chmod(p, 0o666); err != nil {
-			return nil, err
-		}
+	dev, err := unix.Open(t.dev, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
 	}
-	for name, to := range map[string]string{"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
-		"stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx"} {
-		if err := os.Symlink(to, filepath.Join(t.dev, name)); err != nil {
-			return nil, err
-		}
-	}
-	for _, d := range []string{"pts", "shm", "mqueue"} {
-		if err := mkdir(filepath.Join(t.dev, d)); err != nil {
-			return nil, err
-		}
+	err = fillDev(dev)
+	unix.Close(dev)
+	if err != nil {
+		return nil, err
 	}
 	// Of a detached mount: /proc/self/fd of a command would tell the path of one that is attached here.
 	tree, err := clonePlain(t.dev)
