@@ -116,17 +116,18 @@ type Client struct {
 
 	recorded recorded // steps that were done before
 
-	Info         dsecv1connect.InfoServiceClient
-	Sandboxes    dsecv1connect.SandboxServiceClient
-	Commands     dsecv1connect.CommandServiceClient
-	FileService  dsecv1connect.FileServiceClient
-	LayerService dsecv1connect.LayerServiceClient
-	ImageService dsecv1connect.ImageServiceClient
-	JobService   dsecv1connect.JobServiceClient
-	Restores     dsecv1connect.RestoreServiceClient
-	Logs         dsecv1connect.LogServiceClient
-	Keys         dsecv1connect.IamServiceClient
-	Calls        dsecv1connect.FnCallServiceClient
+	Info           dsecv1connect.InfoServiceClient
+	Sandboxes      dsecv1connect.SandboxServiceClient
+	Commands       dsecv1connect.CommandServiceClient
+	FileService    dsecv1connect.FileServiceClient
+	DisplayService dsecv1connect.DisplayServiceClient
+	LayerService   dsecv1connect.LayerServiceClient
+	ImageService   dsecv1connect.ImageServiceClient
+	JobService     dsecv1connect.JobServiceClient
+	Restores       dsecv1connect.RestoreServiceClient
+	Logs           dsecv1connect.LogServiceClient
+	Keys           dsecv1connect.IamServiceClient
+	Calls          dsecv1connect.FnCallServiceClient
 }
 
 // Connect makes a client and checks with one call that the server is there, speaks this protocol and takes the key.
@@ -188,6 +189,7 @@ func New(cfg Config) (*Client, error) {
 	c.Info = dsecv1connect.NewInfoServiceClient(c.http, c.base, opts...)
 	c.Sandboxes = dsecv1connect.NewSandboxServiceClient(c.http, c.base, opts...)
 	c.Commands = dsecv1connect.NewCommandServiceClient(c.http, c.base, opts...)
+	c.DisplayService = dsecv1connect.NewDisplayServiceClient(c.http, c.base, opts...)
 	c.FileService = dsecv1connect.NewFileServiceClient(c.http, c.base, opts...)
 	c.LayerService = dsecv1connect.NewLayerServiceClient(c.http, c.base, opts...)
 	c.ImageService = dsecv1connect.NewImageServiceClient(c.http, c.base, opts...)

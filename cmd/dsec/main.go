@@ -44,6 +44,7 @@ type cli struct {
 	Restore  restoreCmd  `cmd:"" group:"sandboxes" help:"Make a sandbox that is gone again, from its trajectory."`
 	Export   exportCmd   `cmd:"" group:"sandboxes" help:"Write trajectories as lines of JSON."`
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
+	Screen   screenCmd   `cmd:"" group:"sandboxes" help:"Use a sandbox's screen: picture, keys, pointer."`
 	Fork     forkCmd     `cmd:"" group:"sandboxes" help:"Make sandboxes that begin with the files of a living one."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
 	FnCall   fncallCmd   `cmd:"" name:"fncall" group:"sandboxes" help:"Run a small program to its end and judge it."`

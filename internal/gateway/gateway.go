@@ -144,6 +144,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	mux.Handle(dsecv1connect.NewSandboxServiceHandler(sandboxes{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewCommandServiceHandler(commands{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewFileServiceHandler(files{g: g}, opts...))
+	mux.Handle(dsecv1connect.NewDisplayServiceHandler(displays{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobs{g: g}, opts...))
 	mux.Handle(dsecv1connect.NewFnCallServiceHandler(calls{g: g}, opts...))

@@ -40,6 +40,7 @@ const (
 	tagMove     tag = 'm' // MoveRequest
 	tagRemove   tag = 'r' // RemoveRequest
 	tagUpload   tag = 'u' // UploadRequest without data
+	tagScreen   tag = 'g' // ScreenActRequest without sandbox and step
 	tagJob      tag = 'J' // Job
 	tagEvent    tag = 'E' // LogRecord: kind, step, request_json as text
 	tagVerdict  tag = 'v' // Verdict
@@ -84,6 +85,8 @@ func (t tag) message() (proto.Message, string) {
 		return &dsecv1.RemoveRequest{}, "remove"
 	case tagUpload:
 		return &dsecv1.UploadRequest{}, "upload"
+	case tagScreen:
+		return &dsecv1.ScreenActRequest{}, "screen"
 	case tagJob:
 		return &dsecv1.Job{}, "job"
 	case tagEvent:

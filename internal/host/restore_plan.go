@@ -281,7 +281,7 @@ func (pl *planner) start(r *trajectory.Record, t tag) *deed {
 		delete(pl.running, was)
 	}
 	quiet := len(pl.running) == 0 && len(pl.sessions) == 0
-	d := &deed{key: r.Step, seq: r.Seq, act: t, kind: t.name(), network: pl.network}
+	d := &deed{key: r.Step, seq: r.Seq, act: t, kind: t.name(), network: pl.network, opaque: t == tagScreen}
 	pl.busy()
 	if t == tagSnapshot {
 		if quiet {
@@ -415,6 +415,8 @@ func (d *deed) classify(job sandbox.StepClass) {
 		d.superfluous = true
 	case d.kind == "port":
 		set(sandbox.ClassNever, "what went over a connection to a port is not recorded")
+	case d.act == tagScreen:
+		set(sandbox.ClassNever, "what the screen showed when it was done can't be had again")
 	case d.opaque:
 		set(sandbox.ClassNever, "it had a terminal: what was typed is not recorded")
 	case d.bodiless:

@@ -16,6 +16,7 @@ func (h *Host) Handler(edge *rpc.Edge) http.Handler {
 	mux.Handle(dsecv1connect.NewSandboxServiceHandler(sandboxService{h}, opts))
 	mux.Handle(dsecv1connect.NewCommandServiceHandler(commandService{h}, opts))
 	mux.Handle(dsecv1connect.NewFileServiceHandler(fileService{h}, opts))
+	mux.Handle(dsecv1connect.NewDisplayServiceHandler(displayService{h}, opts))
 	mux.Handle(dsecv1connect.NewJobServiceHandler(jobService{h}, opts))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(logService{h}, opts))
 	mux.Handle(dsecv1connect.NewFnCallServiceHandler(fnCallService{h}, opts))

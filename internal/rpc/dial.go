@@ -45,6 +45,7 @@ type Peer struct {
 	Jobs      dsecv1connect.JobServiceClient
 	Files     dsecv1connect.FileServiceClient
 	Calls     dsecv1connect.FnCallServiceClient
+	Displays  dsecv1connect.DisplayServiceClient
 	// The calls that stream; all streams share HTTP/2 connections.
 	Logs        dsecv1connect.LogServiceClient
 	Restores    dsecv1connect.HostRestoreServiceClient
@@ -196,6 +197,7 @@ func (p *Peer) clients() {
 	p.Jobs = dsecv1connect.NewJobServiceClient(short, p.base, opts...)
 	p.Streams = dsecv1connect.NewCommandServiceClient(long, p.base, opts...)
 	p.Files = dsecv1connect.NewFileServiceClient(short, p.base, opts...)
+	p.Displays = dsecv1connect.NewDisplayServiceClient(short, p.base, opts...)
 	p.Calls = dsecv1connect.NewFnCallServiceClient(short, p.base, opts...)
 	p.FileStreams = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
