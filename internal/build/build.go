@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"path"
 	"strconv"
 	"strings"
@@ -437,19 +438,32 @@ func account(ctx context.Context, sb *client.Sandbox, user string) (home string,
 	if _, err := sb.FilesAs("root").Read(ctx, "/etc/passwd", 0, 1<<20, &text); err != nil {
 		return "", 0, 0, fmt.Errorf("user %s: %w", user, err)
 	}
-	for line := range strings.Lines(text.String()) {
+	return lookup(text.String(), name)
+}
+
+// lookup finds an account in the text of /etc/passwd, which whoever made the layers wrote: numbers that are none of an account are
+// refused, and a home that no path can be is none.
+func lookup(text, name string) (home string, uid, gid int, err error) {
+	for line := range strings.Lines(text) {
 		f := strings.Split(strings.TrimSuffix(line, "\n"), ":")
 		if len(f) < 6 || f[0] != name {
 			continue
 		}
-		uid, err1 := strconv.Atoi(f[2])
-		gid, err2 := strconv.Atoi(f[3])
+		u, err1 := strconv.ParseUint(f[2], 10, 32)
+		g, err2 := strconv.ParseUint(f[3], 10, 32)
 		if err := errors.Join(err1, err2); err != nil {
-			return "", 0, 0, fmt.Errorf("user %s: %w", user, err)
+			return "", 0, 0, fmt.Errorf("user %s: /etc/passwd: %w", name, err)
 		}
-		return f[5], uid, gid, nil
+		if u == math.MaxUint32 || g == math.MaxUint32 {
+			return "", 0, 0, fmt.Errorf("user %s: /etc/passwd: %d:%d is no account", name, u, g)
+		}
+		home := f[5]
+		if !path.IsAbs(home) || strings.ContainsRune(home, 0) {
+			home = ""
+		}
+		return home, int(u), int(g), nil
 	}
-	return "", 0, 0, fmt.Errorf("user %s: /etc/passwd does not have it", user)
+	return "", 0, 0, fmt.Errorf("user %s: /etc/passwd does not have it", name)
 }
 
 // check runs the check in a fresh sandbox, as the run-time user.

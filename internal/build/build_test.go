@@ -287,3 +287,30 @@ func TestTail(t *testing.T) {
 		t.Errorf("%d octets passed, %d kept", all.Len(), len(x.String()))
 	}
 }
+
+func TestAccountsOfHostileFiles(t *testing.T) {
+	for line, want := range map[string]struct {
+		home     string
+		uid, gid int
+		fails    bool
+	}{
+		"a:x:1000:1001:A:/home/a:/bin/sh":      {"/home/a", 1000, 1001, false},
+		"a:x:1000:1001:A:/home/\x00a:/bin/sh":  {"", 1000, 1001, false},
+		"a:x:1000:1001:A:home/a:/bin/sh":       {"", 1000, 1001, false},
+		"a:x:1000:1001:A::/bin/sh":             {"", 1000, 1001, false},
+		"a:x:-1:0:A:/home/a:/bin/sh":           {fails: true},
+		"a:x:0:-5:A:/home/a:/bin/sh":           {fails: true},
+		"a:x:4294967295:0:A:/home/a:/bin/sh":   {fails: true},
+		"a:x:0:4294967295:A:/home/a:/bin/sh":   {fails: true},
+		"a:x:99999999999:0:A:/home/a:/bin/sh":  {fails: true},
+		"a:x:10\x0000:0:A:/home/a:/bin/sh":     {fails: true},
+		"a\x00:x:1000:1001:A:/home/a:/bin/sh":  {fails: true},
+		"a:x:1000":                             {fails: true},
+		"b:x:7:7:B:/b:\na:x:5:6:A:/home/a:/sh": {"/home/a", 5, 6, false},
+	} {
+		home, uid, gid, err := lookup("root:x:0:0:root:/root:/bin/sh\n"+line+"\n", "a")
+		if (err != nil) != want.fails || home != want.home || uid != want.uid || gid != want.gid {
+			t.Errorf("%q: %q %d:%d, %v; want %+v", line, home, uid, gid, err, want)
+		}
+	}
+}
