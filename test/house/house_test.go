@@ -59,7 +59,7 @@ var ranks = []struct {
 	{"internal/obs", 2},
 	{"internal/confine", 2},
 	{"internal/guest", 2},
-	{"internal/placement", 2},
+	{"internal/display", "internal/placement", 2},
 	{"internal/replay", 2},
 	{"internal/trace", 2},
 	{"internal/density", 2},

@@ -1,0 +1,125 @@
+package host
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"image/png"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/internal/backend/fake"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// A real display server shows what was typed, once, and a real program reads it.
+func TestScreen(t *testing.T) {
+	for _, p := range []string{"Xvnc", "xterm"} {
+		if _, err := exec.LookPath(p); err != nil {
+			t.Skipf("no %s: apt-get install tigervnc-standalone-server xterm", p)
+		}
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr, port := l.Addr().String(), l.Addr().(*net.TCPAddr).Port
+	l.Close()
+	name := fmt.Sprintf(":%d", port)
+	run := func(argv ...string) {
+		c := exec.Command(argv[0], argv[1:]...)
+		c.Env = append(os.Environ(), "DISPLAY="+name)
+		if err := c.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Process.Kill(); c.Wait() })
+	}
+	until := func(what string, ok func() bool) {
+		t.Helper()
+		for end := time.Now().Add(30 * time.Second); !ok(); time.Sleep(50 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatal("never: ", what)
+			}
+		}
+	}
+	run("Xvnc", name, "-rfbport", fmt.Sprint(port), "-localhost", "-SecurityTypes", "None", "-geometry", "420x300", "-nolisten", "tcp")
+	until("Xvnc listens", func() bool {
+		c, err := net.Dial("tcp", addr)
+		if err == nil {
+			c.Close()
+		}
+		return err == nil
+	})
+	file := filepath.Join(t.TempDir(), "typed")
+	run("xterm", "-geometry", "60x18+0+0", "-e", "sh", "-c", "echo ready > "+file+".ready; cat > "+file)
+	until("xterm runs", func() bool { _, err := os.Stat(file + ".ready"); return err == nil })
+
+	r := newRig(t, fake.Options{Listen: func(_ sandbox.ID, p uint16) (net.Conn, bool) {
+		if p != screenPort {
+			return nil, false
+		}
+		c, err := net.Dial("tcp", addr)
+		return c, err == nil
+	}}, nil)
+	b := r.create("k")
+	s, ctx := displayService{b.h}, in("default")
+	shot := func() []byte {
+		t.Helper()
+		m, err := s.Screenshot(ctx, connect.NewRequest(&dsecv1.ScreenshotRequest{Sandbox: string(b.id)}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		img, err := png.Decode(bytes.NewReader(m.Msg.Png))
+		if err != nil || img.Bounds().Dx() != 420 || img.Bounds().Dy() != 300 {
+			t.Fatalf("%v, %v", img.Bounds(), err)
+		}
+		return m.Msg.Png
+	}
+	before := shot()
+	act := func(step string, acts ...*dsecv1.ScreenAct) (*connect.Response[dsecv1.ScreenActResponse], error) {
+		return s.Act(context.WithoutCancel(ctx), connect.NewRequest(&dsecv1.ScreenActRequest{Sandbox: string(b.id), Step: step, Acts: acts}))
+	}
+	for i := range 2 {
+		m, err := act("s1", &dsecv1.ScreenAct{Pointer: &dsecv1.ScreenPointer{X: 100, Y: 100, Button: "left"}}, &dsecv1.ScreenAct{Text: "Hello, Screen!\n"}, &dsecv1.ScreenAct{Keys: []string{"ctrl", "d"}})
+		if err != nil || m.Msg.Existed != (i == 1) {
+			t.Fatalf("%v %v", m, err)
+		}
+	}
+	until("the text arrives", func() bool { p, _ := os.ReadFile(file); return string(p) == "Hello, Screen!\n" })
+	if bytes.Equal(before, shot()) {
+		t.Error("the picture did not change")
+	}
+	if dir := os.Getenv("DSEC_TEST_SHOTS"); dir != "" {
+		os.WriteFile(filepath.Join(dir, "before.png"), before, 0o644)
+		os.WriteFile(filepath.Join(dir, "after.png"), shot(), 0o644)
+	}
+	_, err = act("s2")
+	wantErr(t, err, sandbox.ErrInvalid, "acts")
+	_, err = act("s3", &dsecv1.ScreenAct{})
+	wantErr(t, err, sandbox.ErrInvalid, "exactly one")
+	_, err = s.Screenshot(ctx, connect.NewRequest(&dsecv1.ScreenshotRequest{Sandbox: string(b.id), Port: 5901}))
+	wantErr(t, err, sandbox.ErrNotFound)
+	var kinds []string
+	for _, rec := range r.records(b) {
+		if tg, m, err := decode(rec.Payload); err == nil {
+			switch m := m.(type) {
+			case *dsecv1.ScreenActRequest:
+				kinds = append(kinds, tg.name()+" "+m.Acts[1].Text)
+			case *dsecv1.LogRecord:
+				if m.Kind == "screenshot" && len(m.Sha256) == 64 && m.Length > 0 {
+					kinds = append(kinds, m.Kind)
+				}
+			}
+		}
+	}
+	if got := fmt.Sprintf("%q", kinds); got != `["screenshot" "screen Hello, Screen!\n" "screenshot"]` {
+		t.Errorf("recorded: %s", got)
+	}
+}
