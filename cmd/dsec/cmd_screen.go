@@ -44,7 +44,7 @@ func (o onScreen) act(ctx context.Context, c *cli, a *dsecv1.ScreenAct) error {
 
 type screenShotCmd struct {
 	onScreen
-	File string `short:"o" help:"File to write; - is standard output." default:"screen.png"`
+	File string `arg:"" optional:"" help:"File to write; - is standard output." default:"screen.png"`
 }
 
 func (x *screenShotCmd) Run(ctx context.Context, c *cli) error {

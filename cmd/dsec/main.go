@@ -71,6 +71,15 @@ type exitCode int
 
 func (e exitCode) Error() string { return fmt.Sprintf("exit %d", int(e)) }
 
+// parser reads the command line into c.
+func parser(c *cli) (*kong.Kong, error) {
+	return kong.New(c, kong.Name("dsec"),
+		kong.Description("Sandboxes for agents: isolated, stateful environments that start in milliseconds, and a log that never lies."),
+		kong.Vars{"version": "dsec " + version},
+		kong.ExplicitGroups([]kong.Group{{Key: "sandboxes", Title: "Sandboxes"}, {Key: "environments", Title: "Layers and environments"},
+			{Key: "services", Title: "Services"}, {Key: "other", Title: "Other"}}))
+}
+
 func main() {
 	if len(os.Args) > 1 && os.Args[1] == "keeper" {
 		os.Exit(keeperMain(os.Args[2:]))
@@ -85,11 +94,10 @@ func main() {
 		os.Exit(kvmProbeMain())
 	}
 	var c cli
-	k := kong.Must(&c, kong.Name("dsec"),
-		kong.Description("Sandboxes for agents: isolated, stateful environments that start in milliseconds, and a log that never lies."),
-		kong.Vars{"version": "dsec " + version},
-		kong.ExplicitGroups([]kong.Group{{Key: "sandboxes", Title: "Sandboxes"}, {Key: "environments", Title: "Layers and environments"},
-			{Key: "services", Title: "Services"}, {Key: "other", Title: "Other"}}))
+	k, err := parser(&c)
+	if err != nil {
+		panic(err) // TestCommandLine finds it
+	}
 	words := os.Args[1:]
 	if len(words) == 0 {
 		words = []string{"--help"}
