@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Makes the environment of the languages that come with dsec as a tar: fncall_env.sh OUTPUT [go]. With "go" it has this machine's Go and a
-# build cache of the standard library. Then: dsec layer build fncall OUTPUT && dsec env create fncall --base fncall
+# Makes the environment of the languages that come with dsec as a tar: fncall_env.sh OUTPUT [go | java | rust]. With "go" it has this
+# machine's Go and a build cache of the standard library; "java" and "rust" are environments of their own, fncall-java and fncall-rust.
+# Then: dsec layer build fncall --tar OUTPUT && dsec env create fncall --base fncall
 set -euo pipefail
 out=$1 go=${2:-}
-packages=bash,coreutils,gcc,g++,libc6-dev,python3,python3-pytest,nodejs
+case $go in
+java) packages=bash,coreutils,default-jdk-headless ;;
+rust) packages=bash,coreutils,rustc,gcc,libc6-dev ;;
+"" | go) packages=bash,coreutils,gcc,g++,libc6-dev,python3,python3-pytest,nodejs ;;
+*) echo "fncall_env.sh: want OUTPUT [go | java | rust], not $go" >&2; exit 2 ;;
+esac
 mirror=${DSEC_MIRROR:-/etc/apt/sources.list}
 [ -s "$mirror" ] || [ -n "${DSEC_MIRROR:-}" ] || mirror=
 tree=$(mktemp -d /tmp/dsec-fncall-env.XXXXXX)
 trap 'rm -rf "$tree"' EXIT
-mmdebstrap --quiet --variant=minbase --skip=output/dev --include="$packages" --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+# The JDK's packages link manual pages in a folder that they do not make.
+mmdebstrap --quiet --variant=minbase --setup-hook='mkdir -p "$1/usr/share/man/man1"' --skip=output/dev --include="$packages" --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
 	--dpkgopt='path-exclude=/usr/share/locale/*' "${DSEC_SUITE:-bookworm}" "$tree/root.tar" ${mirror:+"$mirror"}
 if [ "$go" = go ]; then
 	mkdir -p "$tree/go/usr/local/go" "$tree/go/var/cache/dsec"
