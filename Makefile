@@ -25,6 +25,7 @@ deps:
 	@scripts/deps.sh
 
 test: deps build debian-kernel
+	scripts/deps.sh Xvnc:tigervnc-standalone-server xterm:xterm
 	scripts/runsc.sh
 	scripts/test.sh
 
@@ -33,6 +34,7 @@ test-fast:
 	$(GO) test -short ./...
 
 torture: deps build debian-kernel
+	scripts/deps.sh Xvnc:tigervnc-standalone-server xterm:xterm
 	scripts/versitygw.sh
 	DSEC_TORTURE=1 scripts/test.sh
 

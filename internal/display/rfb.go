@@ -192,6 +192,9 @@ func (s *Screen) resize(w, h int) error {
 	if w < 1 || h < 1 || w > maxSide || h > maxSide || w*h > maxArea {
 		return invalid("a size of %d by %d; each side is 1 to %d, %d pixels in all at most", w, h, maxSide, maxArea)
 	}
+	if s.img != nil && s.img.Rect.Dx() == w && s.img.Rect.Dy() == h {
+		return nil
+	}
 	s.img = image.NewNRGBA(image.Rect(0, 0, w, h))
 	for i := 3; i < len(s.img.Pix); i += 4 {
 		s.img.Pix[i] = 255
@@ -289,6 +292,9 @@ func (s *Screen) update() (n int, resized bool, err error) {
 		case encRaw:
 			if !image.Rect(x, y, x+w, y+h).In(s.img.Rect) {
 				return 0, false, invalid("a rectangle of %d by %d at %d, %d, outside its screen", w, h, x, y)
+			}
+			if w == 0 || h == 0 {
+				continue // has no place, wherever it says that it lies
 			}
 			line := make([]byte, 4*w)
 			for r := range h {

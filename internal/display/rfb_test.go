@@ -58,10 +58,10 @@ func within(t *testing.T) context.Context {
 	return ctx
 }
 
-func TestScreenshotOfTwoUpdatesAndNewSize(t *testing.T) {
+func TestScreenshotOfSeveralUpdatesAndNewSize(t *testing.T) {
 	blue, red := []byte{255, 0, 0, 0}, []byte{0, 0, 255, 0}
 	script := bytes.Join([][]byte{greeting(4, 4), {2}, update(1, rect(0, 0, 2, 1, encDesktopSize, nil)),
-		{3, 0, 0, 0, 0, 0, 0, 3, 'a', 'b', 'c'}, update(1, rect(0, 0, 1, 1, encRaw, blue)), update(1, rect(1, 0, 1, 1, encRaw, red))}, nil)
+		{3, 0, 0, 0, 0, 0, 0, 3, 'a', 'b', 'c'}, update(2, rect(0, 60000, 0, 5000, encRaw, nil), rect(60000, 0, 5000, 0, encRaw, nil)), update(1, rect(0, 0, 1, 1, encRaw, blue)), update(1, rect(1, 0, 1, 1, encRaw, red))}, nil)
 	c, _ := serve(t, script)
 	s, err := Open(within(t), c)
 	if err != nil {

@@ -32,12 +32,13 @@ const (
 
 // Host owns the sandboxes of one machine.
 type Host struct {
-	cfg    Config
-	deps   Deps
-	log    *slog.Logger
-	m      *metrics
-	secret []byte
-	births *semaphore.Weighted
+	cfg     Config
+	deps    Deps
+	log     *slog.Logger
+	m       *metrics
+	secret  []byte
+	births  *semaphore.Weighted
+	screens *semaphore.Weighted
 
 	life   context.Context // ends with Run; acts of the host run on it
 	cancel context.CancelFunc
@@ -84,7 +85,7 @@ func New(cfg Config, deps Deps) (*Host, error) {
 		return nil, fmt.Errorf("host: %w", err)
 	}
 	h := &Host{
-		cfg: cfg, deps: deps, log: deps.Logger, secret: secret, births: semaphore.NewWeighted(int64(cfg.MaxBirths)),
+		cfg: cfg, deps: deps, log: deps.Logger, secret: secret, births: semaphore.NewWeighted(int64(cfg.MaxBirths)), screens: semaphore.NewWeighted(maxScreens),
 		ready: make(chan struct{}), boxes: map[sandbox.ID]*box{}, alive: map[sandbox.ID]*box{}, keys: map[trajectory.ID]*box{}, names: map[scoped]*box{},
 		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{}, restores: map[trajectory.ID]*attempt{},
 	}

@@ -27,6 +27,17 @@ const (
 
 type displayService struct{ h *Host }
 
+// A picture takes up to 64 MiB here, and a guest decides when it ends.
+const maxScreens = 8
+
+// screen waits for its turn among the calls that hold a picture.
+func (h *Host) screen(ctx context.Context) (release func(), err error) {
+	if err := h.screens.Acquire(ctx, 1); err != nil {
+		return nil, fmt.Errorf("screen: waiting for %d others: %w: %w", maxScreens, err, sandbox.ErrExhausted)
+	}
+	return func() { h.screens.Release(1) }, nil
+}
+
 // openScreen connects to a sandbox's screen: its machine's own, else the display server at a port inside.
 func openScreen(ctx context.Context, inst sandbox.Instance, port uint32) (*display.Screen, error) {
 	var c net.Conn
@@ -69,6 +80,11 @@ func (s displayService) Screenshot(ctx context.Context, req *connect.Request[dse
 	defer b.done()
 	ctx, cancel := context.WithTimeout(ctx, shotWait)
 	defer cancel()
+	release, err := s.h.screen(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	scr, err := openScreen(ctx, inst, m.GetPort())
 	if err != nil {
 		return nil, err
@@ -171,11 +187,15 @@ func (s displayService) Act(ctx context.Context, req *connect.Request[dsecv1.Scr
 		func(ctx context.Context, inst sandbox.Instance) (func(), error) {
 			ctx, cancel := context.WithTimeout(ctx, shotWait)
 			defer cancel()
-			var err error
-			if scr, err = openScreen(ctx, inst, m.GetPort()); err != nil {
+			release, err := s.h.screen(ctx)
+			if err != nil {
 				return nil, err
 			}
-			return func() { scr.Close() }, nil
+			if scr, err = openScreen(ctx, inst, m.GetPort()); err != nil {
+				release()
+				return nil, err
+			}
+			return func() { scr.Close(); release() }, nil
 		}, func(ctx context.Context, _ sandbox.Instance) (*dsecv1.LogRecord, error) {
 			for i, a := range m.Acts {
 				if err := doAct(ctx, scr, a); err != nil {
