@@ -64,6 +64,11 @@ R ?= crun gvisor
 test-runtimes: deps build runsc
 	for r in $(R); do DSEC_E2E_RUNTIME=$$r PATH="$$PATH:$(CURDIR)/bin" $(GO) test -count=1 ./test/e2e -run '^Test(B[0-9]|Session|CrashUp)' || exit 1; done
 
+# An editor on a desktop of Debian's packages is used by screen, keys and pointer: docs/ops/desktop.md.
+.PHONY: test-desktop
+test-desktop: deps build
+	test/desktop/run.sh
+
 demo: deps build
 	examples/swe/run.sh
 .PHONY: demo-replay
