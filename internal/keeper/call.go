@@ -191,7 +191,8 @@ func cleanPath(p string) bool {
 // CallPair is a request for two calls, of which each one's standard output is the other's standard input.
 type CallPair struct{ A, B Call }
 
-// CallPairEnd tells how they ended; First is 0 or 1 for the one that ended first.
+// CallPairEnd tells how they ended; First is 0 or 1 for the one that ended first. The kernel closes a process's pipes before it tells of its
+// end, so of two that end within a moment of each other, as when the one ends at the other's end of input, it may be either.
 type CallPairEnd struct {
 	A, B  CallEnd
 	First int
@@ -251,10 +252,11 @@ func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd,
 	var ends [2]*CallEnd
 	var outs [2][]int
 	var errs [2]error
+	var at [2]uint64
 	ended := make(chan int, 2)
 	for i, q := range []*Call{&r.A, &r.B} {
 		go func() {
-			ends[i], outs[i], errs[i] = c.run(ctx, q, own[i])
+			ends[i], outs[i], errs[i] = c.run(ctx, q, own[i], &at[i])
 			closeAll(only(own[i]))
 			if errs[i] != nil {
 				cancel()
@@ -276,11 +278,19 @@ func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd,
 		closeAll(out)
 		return nil, nil, fmt.Errorf("call: pair: more than %d longer files were asked for: %w", maxFDs, sandbox.ErrExhausted)
 	}
+	// Reports may overtake each other; one that did not begin has the earlier end.
+	switch {
+	case at[0] < at[1]:
+		first = 0
+	case at[1] < at[0]:
+		first = 1
+	}
 	return &CallPairEnd{A: *ends[0], B: *ends[1], First: first}, out, nil
 }
 
-// run does a call. Once the program has them it closes the fds and sets them to -1; before, they stay the caller's.
-func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out []int, err error) {
+// run does a call. Once the program has them it closes the fds and sets them to -1; before, they stay the caller's. ended, when it is not
+// nil, becomes the time of the end, in ns of the monotonic clock.
+func (c *calls) run(ctx context.Context, r *Call, fds []int, ended *uint64) (end *CallEnd, out []int, err error) {
 	if err := r.check(); err != nil {
 		return nil, nil, err
 	}
@@ -323,6 +333,9 @@ func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out 
 		fds[i] = -1
 	}
 	end, clean, err = x.wait(ctx)
+	if ended != nil {
+		*ended = x.ended
+	}
 	if !clean || !c.netns.give(ns) { // of one that hangs, something may live on
 		c.k.discard(append(ns.files, ns.fd))
 	}
@@ -335,13 +348,14 @@ func (c *calls) run(ctx context.Context, r *Call, fds []int) (end *CallEnd, out 
 
 // running is a call under way.
 type running struct {
-	c    *calls
-	r    *Call
-	g    *callGroup
-	disk int // mount of its disk: folders work, tmp and shm
-	in   int // standard input; -1: /dev/null
-	ctl  *os.File
-	far  int
+	c     *calls
+	r     *Call
+	g     *callGroup
+	ended uint64 // ns of the monotonic clock; 0: it did not begin
+	disk  int    // mount of its disk: folders work, tmp and shm
+	in    int    // standard input; -1: /dev/null
+	ctl   *os.File
+	far   int
 
 	stdout, stderr int // what the program writes to
 	out, err       *os.File
@@ -495,7 +509,9 @@ func (x *running) start(ctx context.Context, ns *netns) error {
 // report is process 1's (init/src/call.c).
 const (
 	reportEvents = 8
-	reportSize   = 4*4 + 2*8 + 2*4 + reportEvents*32
+	reportSize   = 4*4 + 3*8 + 2*4 + reportEvents*32
+
+	reportEnded = 4*4 + 2*8 // where it stands
 
 	reportWall   = 1
 	reportCPU    = 2
@@ -538,6 +554,7 @@ func (x *running) wait(ctx context.Context) (end *CallEnd, clean bool, err error
 	if err := ctx.Err(); err != nil {
 		return nil, true, fmt.Errorf("call: %w", err)
 	}
+	x.ended = binary.LittleEndian.Uint64(buf[reportEnded:])
 	if err := end.decode(buf[:n]); err != nil {
 		return nil, true, err
 	}
@@ -595,6 +612,7 @@ func (e *CallEnd) decode(b []byte) error {
 	status := unix.WaitStatus(u32())
 	flags := u32()
 	e.CPU, e.Wall = time.Duration(u64()), time.Duration(u64())
+	u64() // when it ended
 	e.Leftover, e.EventsTotal = int(u32()), int64(u32())
 	for range reportEvents {
 		ev := CallEvent{Call: u32(), Arch: u32(), Arg0: u64(), Arg1: u64(), Count: int64(u64())}

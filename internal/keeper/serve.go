@@ -252,7 +252,7 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 		if err := decodeValue(f.body, &r); err != nil {
 			return nil, nil, err
 		}
-		end, fds, err := k.calls.run(ctx, &r, f.fds)
+		end, fds, err := k.calls.run(ctx, &r, f.fds, nil)
 		if err != nil {
 			return nil, nil, err
 		}

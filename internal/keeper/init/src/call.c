@@ -102,6 +102,7 @@ static struct report {
 	i32 status;     // of wait4
 	u32 flags;
 	u64 cpu, wall; // ns
+	u64 ended;     // ns of the monotonic clock
 	u32 leftover, events_total;
 	struct event { u32 nr, arch; u64 arg0, arg1, count; } events[MAX_EVENTS];
 } report;
@@ -514,6 +515,7 @@ static void call(void)
 				if (pid == main_pid) {
 					report.status = status;
 					report.wall = t - began;
+					report.ended = t;
 					main_pid = 0;
 					over = 1;
 				}
@@ -565,7 +567,8 @@ static void call(void)
 			break;
 		if (pid == main_pid) {
 			report.status = status;
-			report.wall = now() - began;
+			report.ended = now();
+			report.wall = report.ended - began;
 		} else if ((status & 0x7f) == SIGKILL)
 			report.leftover++;
 	}
