@@ -10,7 +10,7 @@ dir=$(mktemp -d /var/tmp/dsec-judge.XXXXXX)
 run=$(mktemp -d /run/dsec-judge.XXXXXX)
 up=
 cleanup() {
-  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null
+  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null || true
   rm -rf "$run" "$dir"
 }
 trap cleanup EXIT

@@ -8,7 +8,7 @@ dir=${DSEC_DEMO_DIR:-$(mktemp -d /var/tmp/dsec-demo.XXXXXX)}
 run=$(mktemp -d /run/dsec-demo.XXXXXX)
 up=
 cleanup() {
-  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null
+  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null || true
   rm -rf "$run"
   [ -n "${DSEC_DEMO_DIR:-}" ] || rm -rf "$dir"
 }

@@ -15,6 +15,8 @@ const ProtocolVersion = 1
 type Config struct {
 	Dir      string // run folder: socket, lock, log; its name is the instance's
 	Instance string // names cgroups on the host: "dsec-<instance>"; lower-case letters and digits
+	// Lonely is how long a keeper without sandboxes waits for a host before it ends; 0 is 2 minutes.
+	Lonely time.Duration
 	// LeaveDynmods keeps the cgroup2 mount as it is; otherwise favordynmods is set where the kernel has it.
 	LeaveDynmods bool
 	NetnsPool    int // network namespaces kept ready; 0 is 16

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"time"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -22,6 +23,9 @@ func (c *Config) validate() error {
 	if c.NetnsPool == 0 {
 		c.NetnsPool = 16
 	}
+	if c.Lonely == 0 {
+		c.Lonely = 2 * time.Minute
+	}
 	if c.NetnsPool < 0 || c.NetnsPool > 1024 {
 		return fmt.Errorf("keeper netns pool %d: 1 to 1024: %w", c.NetnsPool, sandbox.ErrInvalid)
 	}
@@ -30,6 +34,9 @@ func (c *Config) validate() error {
 
 func (c *Config) flags() []string {
 	f := []string{"--dir", c.Dir, "--instance", c.Instance, "--netns-pool", strconv.Itoa(c.NetnsPool)}
+	if c.Lonely > 0 {
+		f = append(f, "--lonely", c.Lonely.String())
+	}
 	if c.LeaveDynmods {
 		f = append(f, "--leave-dynmods")
 	}
@@ -43,6 +50,7 @@ func parseFlags(args []string) (Config, error) {
 	fs.StringVar(&c.Instance, "instance", "", "name of the instance")
 	fs.IntVar(&c.NetnsPool, "netns-pool", 16, "network namespaces kept ready")
 	fs.BoolVar(&c.LeaveDynmods, "leave-dynmods", false, "leave the cgroup2 mount's favordynmods as it is")
+	fs.DurationVar(&c.Lonely, "lonely", 0, "end after so long without a host and without a sandbox")
 	if err := fs.Parse(args); err != nil {
 		return c, err
 	}

@@ -54,6 +54,7 @@ type Keeper struct {
 	ended         chan struct{}
 
 	link atomic.Pointer[link] // the host's connection that gets events
+	host atomic.Int64         // connections that are open
 	stop context.CancelFunc
 
 	mu    sync.Mutex
@@ -160,7 +161,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	var wg sync.WaitGroup
-	wg.Add(5)
+	wg.Add(6)
+	go func() { defer wg.Done(); k.endLonely(ctx) }()
 	go func() { defer wg.Done(); k.watcher.run(ctx) }()
 	go func() { defer wg.Done(); k.netns.run(ctx, k.log) }()
 	go func() { defer wg.Done(); k.calls.netns.run(ctx, k.log) }()
@@ -178,6 +180,29 @@ func (k *Keeper) Run(ctx context.Context) error {
 	end := time.Now().Add(5 * time.Second)
 	unix.Rmdir(filepath.Join(k.cg.v2, k.cg.name)) // the keeper itself is in it: what stays is removed by the next sweep
 	return errors.Join(err, k.leaveCgroups(end))
+}
+
+// endLonely ends a keeper that has nothing to keep: no sandbox, and for a while no host, as when its host was killed and never started again.
+func (k *Keeper) endLonely(ctx context.Context) {
+	seen := time.Now()
+	for {
+		select {
+		case <-time.After(k.cfg.Lonely / 8):
+		case <-ctx.Done():
+			return
+		}
+		k.mu.Lock()
+		boxes := len(k.boxes)
+		k.mu.Unlock()
+		switch {
+		case k.host.Load() > 0 || boxes > 0:
+			seen = time.Now()
+		case time.Since(seen) > k.cfg.Lonely:
+			k.log.Info("there is no host and no sandbox: the keeper ends", "after", k.cfg.Lonely)
+			k.stop()
+			return
+		}
+	}
 }
 
 func (k *Keeper) leaveCgroups(end time.Time) error {

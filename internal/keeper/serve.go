@@ -75,6 +75,7 @@ func (k *Keeper) serve(ctx context.Context, l *net.UnixListener) {
 			queued: map[*box]bool{}, inflight: map[uint64]flight{}, wake: make(chan struct{}, 1)}
 		n.ctx, n.cancel = context.WithCancel(ctx)
 		n.work.Add(1)
+		k.host.Add(1)
 		go n.read()
 		old = n
 	}
@@ -107,6 +108,7 @@ func (l *link) end() {
 
 func (l *link) read() {
 	defer l.work.Done()
+	defer l.k.host.Add(-1)
 	defer l.c.drop()
 	defer l.cancel()
 	hello := false

@@ -13,7 +13,7 @@ if [ ! -s "$tar" ]; then
 fi
 dir=$(mktemp -d /var/tmp/dsec-desktop.XXXXXX) run=$(mktemp -d /run/dsec-desktop.XXXXXX) up=
 cleanup() {
-  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null
+  [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null || true
   rm -rf "$run" "$dir"
 }
 trap cleanup EXIT
