@@ -294,25 +294,30 @@ func (e *Engine) RunPair(ctx context.Context, project string, q *dsecv1.RunCallP
 	}, func(r *dsecv1.RunCallPairResponse, key string, recorded bool) { r.Key, r.Recorded = key, recorded })
 }
 
-// place waits for room to run; with x also for a device, where the call asks for one, which x then has.
+// place waits for room to run; with x also for a device, where the call asks for one, which x then has. The device comes first: who waits
+// for one must not keep others from running.
 func (e *Engine) place(ctx context.Context, j *job, n int, x *Exec) (func(), error) {
 	start := time.Now()
-	release, err := e.queue.take(ctx, j.project, n, j.bound)
+	give := func() {}
+	if x != nil && j.gpu != "" {
+		bound, cancel := context.WithTimeout(ctx, j.bound)
+		defer cancel()
+		d, back, err := e.gpus.Take(bound, j.gpu)
+		if err != nil {
+			return nil, err
+		}
+		give = back
+		x.Devices, x.Env = d.Nodes, sandbox.MergeEnv(x.Env, d.Env)
+	}
+	release, err := e.queue.take(ctx, j.project, n, max(j.bound-time.Since(start), 0))
 	waited := time.Since(start)
 	j.t.add(waited)
 	e.m.queued.Observe(waited.Seconds())
-	if err != nil || x == nil || j.gpu == "" {
-		return release, err
-	}
-	bound, cancel := context.WithTimeout(ctx, j.bound)
-	defer cancel()
-	d, give, err := e.gpus.Take(bound, j.gpu)
 	if err != nil {
-		release()
+		give()
 		return nil, err
 	}
-	x.Devices, x.Env = d.Nodes, sandbox.MergeEnv(x.Env, d.Env)
-	return func() { give(); release() }, nil
+	return func() { release(); give() }, nil
 }
 
 // execute runs a program on an input.

@@ -385,3 +385,58 @@ func TestGPUCalls(t *testing.T) {
 		t.Errorf("compiled %d times, ran with %v", compiled, x.Devices)
 	}
 }
+
+// Calls that wait for a device keep no others from running, and are served in the order in which they came.
+func TestWaitingForAGPU(t *testing.T) {
+	r := newRig(t, func(c *Config, _ *Deps) {
+		c.Places = 2
+		c.GPUs = []Device{{Name: "a", Places: 2, Nodes: []string{"/dev/a0"}}}
+	})
+	_, give, err := r.e.gpus.Take(t.Context(), "shared")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var order []string
+	for i, mode := range []string{"exclusive", "shared", "shared"} {
+		wg.Go(func() {
+			q := cmd("", "echo")
+			q.Gpu, q.QueueMs = mode, 30_000
+			a, err := r.e.Run(t.Context(), "p", q)
+			if err != nil || a.Verdict != "OK" {
+				t.Errorf("%s: %v %v", mode, a, err)
+			}
+			mu.Lock()
+			order = append(order, mode)
+			mu.Unlock()
+		})
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+			r.e.gpus.mu.Lock()
+			n := len(r.e.gpus.waiting)
+			r.e.gpus.mu.Unlock()
+			if n == i+1 { // a place is free, but the first in the row wants the whole device
+				break
+			} else if time.Now().After(end) {
+				t.Fatalf("%d wait, want %d", n, i+1)
+			}
+		}
+	}
+	r.run(cmd("", "echo"))
+	r.run(cmd("", "echo"))
+	give()
+	wg.Wait()
+	if len(order) != 3 {
+		t.Errorf("ended: %v", order)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	_, give, _ = r.e.gpus.Take(t.Context(), "exclusive")
+	if _, _, err := r.e.gpus.Take(ctx, "shared"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("given up: %v", err)
+	}
+	give()
+	if d := r.e.gpus.devices[0]; d.used != 0 || len(r.e.gpus.waiting) != 0 {
+		t.Errorf("left: %d used, %d wait", d.used, len(r.e.gpus.waiting))
+	}
+}

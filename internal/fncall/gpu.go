@@ -16,8 +16,15 @@ import (
 type GPUs struct {
 	mu      sync.Mutex
 	devices []*device
-	changed chan struct{} // closed and replaced when a place becomes free
+	waiting []*gpuWait // in the order in which they came
 }
+
+type gpuWait struct {
+	mode string
+	got  chan *device // of one
+}
+
+const maxGPUWaits = 4096
 
 // Device is one to hand out. Places above 1 make it a shared one.
 type Device struct {
@@ -35,7 +42,7 @@ type device struct {
 
 // NewGPUs makes the pool of a host's devices; none is a host without.
 func NewGPUs(list []Device) *GPUs {
-	g := &GPUs{changed: make(chan struct{})}
+	g := &GPUs{}
 	for _, d := range list {
 		d.Places = max(1, d.Places)
 		g.devices = append(g.devices, &device{Device: d})
@@ -51,21 +58,45 @@ func (g *GPUs) Take(ctx context.Context, mode string) (d Device, release func(),
 	if len(g.devices) == 0 {
 		return Device{}, nil, fmt.Errorf("gpu %s: this host has none: %w", mode, sandbox.ErrUnsupported)
 	}
-	for {
-		g.mu.Lock()
-		if d := g.fit(mode); d != nil {
-			d.used++
-			d.exclusive = mode == "exclusive"
-			g.mu.Unlock()
-			return d.Device, sync.OnceFunc(func() { g.give(d) }), nil
-		}
-		changed := g.changed
+	w := &gpuWait{mode: mode, got: make(chan *device, 1)}
+	g.mu.Lock()
+	if len(g.waiting) >= maxGPUWaits {
 		g.mu.Unlock()
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return Device{}, nil, fmt.Errorf("gpu %s: all are taken: %w", mode, ctx.Err())
+		return Device{}, nil, fmt.Errorf("gpu %s: %d calls wait already: %w", mode, maxGPUWaits, sandbox.ErrExhausted)
+	}
+	g.waiting = append(g.waiting, w)
+	g.hand()
+	g.mu.Unlock()
+	select {
+	case dev := <-w.got:
+		return dev.Device, sync.OnceFunc(func() { g.give(dev) }), nil
+	case <-ctx.Done():
+	}
+	g.mu.Lock()
+	g.waiting = slices.DeleteFunc(g.waiting, func(o *gpuWait) bool { return o == w })
+	select {
+	case dev := <-w.got: // just now
+		g.release(dev)
+	default:
+	}
+	g.hand() // those behind it may fit
+	g.mu.Unlock()
+	return Device{}, nil, fmt.Errorf("gpu %s: all are taken: %w", mode, ctx.Err())
+}
+
+// hand gives devices to those that wait, in the order in which they came: one that does not fit holds up those behind it, or a stream of
+// shared calls would never leave a device whole. mu is held.
+func (g *GPUs) hand() {
+	for len(g.waiting) > 0 {
+		w := g.waiting[0]
+		d := g.fit(w.mode)
+		if d == nil {
+			return
 		}
+		d.used++
+		d.exclusive = w.mode == "exclusive"
+		g.waiting = g.waiting[1:]
+		w.got <- d
 	}
 }
 
@@ -85,10 +116,13 @@ func (g *GPUs) fit(mode string) *device {
 func (g *GPUs) give(d *device) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	g.release(d)
+	g.hand()
+}
+
+func (g *GPUs) release(d *device) {
 	d.used--
 	d.exclusive = false
-	close(g.changed)
-	g.changed = make(chan struct{})
 }
 
 // ProbeGPUs finds the cards of a machine by their devices in a folder (/dev). Each is one device with one place; a card that is divided
