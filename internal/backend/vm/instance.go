@@ -537,6 +537,15 @@ func (x *instance) Resume(ctx context.Context) error {
 		return x.said("resume", err)
 	}
 	x.setFrozen(false)
+	if err := x.wake(ctx); err != nil {
+		x.setFrozen(true) // its workload is, so the next resume tries again
+		return err
+	}
+	return nil
+}
+
+// wake thaws the workload of a machine that runs again, once it is told what changed meanwhile.
+func (x *instance) wake(ctx context.Context) error {
 	l, err := x.use(ctx, "resume")
 	if err != nil {
 		return err
