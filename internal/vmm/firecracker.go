@@ -1,21 +1,15 @@
 package vmm
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,8 +19,13 @@ import (
 )
 
 // Firecracker is the driver for Firecracker. It needs a KVM that works: there is nothing that it could be swapped for.
+//
+// The monitor opens everything by name, so each machine has a folder that is the monitor's own: with a jailer its whole world, without one
+// where its sockets are. Files of the host's come there as mounts that only the monitor sees, or as descriptors that it opens again. A saved
+// state remembers the names of disks, so these are the same for all machines: their places in the list.
 type Firecracker struct {
 	program  string
+	jailer   string // empty: none
 	warden   *warden.Client
 	features Features
 	groups   []uint32
@@ -35,38 +34,64 @@ type Firecracker struct {
 // FirecrackerConfig of the driver.
 type FirecrackerConfig struct {
 	Program string // the operator's
-	Args    []string
+	Jailer  string // the operator's, of the same version; empty: the monitor runs as a user of its own, but sees the host's files
 	Verdict Verdict
 	Warden  *warden.Client
 }
 
-var firecrackerVersion = regexp.MustCompile(`v?(\d+)\.(\d+)\.(\d+)(-\S+)?`)
+var firecrackerVersion = regexp.MustCompile(`v?(\d+)\.(\d+)\.(\d+)(-[0-9A-Za-z.]+)?`)
 
-// NewFirecracker looks at the program and at what its version can do.
+// NewFirecracker looks at the programs and at what their version can do.
 func NewFirecracker(ctx context.Context, c FirecrackerConfig) (*Firecracker, error) {
 	if !c.Verdict.Usable() {
-		return nil, fmt.Errorf("Firecracker: needs KVM: %s: %w", c.Verdict.Reason, sandbox.ErrUnsupported)
+		return nil, fmt.Errorf("Firecracker: needs KVM: %s: %w", c.Verdict.Why(), sandbox.ErrUnsupported)
 	}
-	p, err := exec.LookPath(c.Program)
+	d := &Firecracker{warden: c.Warden}
+	out, err := says(ctx, c.Program, &d.program)
 	if err != nil {
-		return nil, fmt.Errorf("Firecracker: %w: %w", err, sandbox.ErrUnsupported)
+		return nil, fmt.Errorf("Firecracker: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
-	defer cancel()
-	out, err := exec.CommandContext(ctx, p, append(c.Args, "--version")...).Output()
-	if err != nil {
-		return nil, fmt.Errorf("Firecracker: %s: %w", p, err)
-	}
-	f, err := firecrackerFeatures(string(out))
-	if err != nil {
+	if d.features, err = firecrackerFeatures(out); err != nil {
 		return nil, err
 	}
-	d := &Firecracker{program: p, warden: c.Warden, features: f}
 	var st unix.Stat_t
 	if unix.Stat("/dev/kvm", &st) == nil {
 		d.groups = append(d.groups, st.Gid)
 	}
+	if c.Jailer == "" {
+		d.features.Why["jail"] = "no jailer: the monitor is a user of its own in cgroups of its own, and sees the host's files"
+		return d, nil
+	}
+	if out, err = says(ctx, c.Jailer, &d.jailer); err != nil {
+		return nil, fmt.Errorf("jailer: %w", err)
+	}
+	v := firecrackerVersion.FindString(out)
+	if strings.TrimPrefix(v, "v") != d.features.Version {
+		return nil, fmt.Errorf("jailer: is of version %q, Firecracker of %q: %w", v, d.features.Version, sandbox.ErrUnsupported)
+	}
+	if !strings.Contains(filepath.Base(d.program), "firecracker") {
+		return nil, fmt.Errorf("Firecracker: the jailer wants a program with that word in its name, not %s: %w", filepath.Base(d.program), sandbox.ErrUnsupported)
+	}
 	return d, nil
+}
+
+// says finds a program and asks it for its version.
+func says(ctx context.Context, program string, at *string) (string, error) {
+	p, err := exec.LookPath(program)
+	if err == nil {
+		p, err = filepath.Abs(p)
+	}
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", err, sandbox.ErrUnsupported)
+	}
+	*at = p
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, p, "--version").Output()
+	if err != nil {
+		return "", fmt.Errorf("%s --version: %w", p, err)
+	}
+	return string(out), nil
 }
 
 // firecrackerFeatures is what differs by version, as data.
@@ -75,7 +100,7 @@ func firecrackerFeatures(out string) (Features, error) {
 	if v == nil {
 		return Features{}, fmt.Errorf("Firecracker: says no version: %w", sandbox.ErrUnsupported)
 	}
-	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, Why: map[string]string{
+	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, TapByName: true, Why: map[string]string{
 		"display": "Firecracker has no screen"}}
 	var n [3]int
 	for i := range n {
@@ -89,6 +114,8 @@ func firecrackerFeatures(out string) (Features, error) {
 		f.Pause = false
 		f.Why["pause"] = "Firecracker " + f.Version + " loses the way to its guest in a pause without a snapshot"
 	}
+	// An image of a kernel that is not ELF is for what follows 1.16.
+	f.ELF = n[0] == 1 && n[1] <= 16
 	return f, nil
 }
 
@@ -98,13 +125,107 @@ func (d *Firecracker) Features() Features { return d.features }
 const (
 	fcAPI   = "api.sock"
 	fcVsock = "vsock.sock"
+	fcPages = "pages.sock" // of who serves faults
+	fcState = "state"
+	fcSaved = "saved" // begin of the names of what is being saved
+	// fcRoot is a link in the machine's folder, which is the host's, to the monitor's own.
+	fcRoot = "root"
 	// fcGuestPort is where process 1 listens.
 	fcGuestPort = 1024
 	fcBody      = 1 << 20
 )
 
-// DisksArgument names a machine's disks in order, for a guest whose disks have no serials.
-const DisksArgument = "dsec.disks="
+// Words of a guest's command line: disks have no serials, so both name them in order. The second are those that are memory.
+const (
+	DisksArgument  = "dsec.disks="
+	MappedArgument = "dsec.mapped="
+)
+
+// NewMemory makes the memory of a template. In a jail it has to come by a mount, which wants a name: so it lies in dir until Discard.
+func (d *Firecracker) NewMemory(dir string, size int64) (*os.File, error) {
+	if d.jailer == "" {
+		return NewMemory("dsec-template", size)
+	}
+	f, err := os.CreateTemp(dir, MemoryPrefix)
+	if err != nil {
+		return nil, fmt.Errorf("memory file: %w", err)
+	}
+	if err := errors.Join(f.Truncate(size), f.Chmod(0o666)); err != nil {
+		return nil, fmt.Errorf("memory file: %w", errors.Join(err, Discard(f)))
+	}
+	return f, nil
+}
+
+// fcFiles are what a monitor gets at its start, under the names that it knows them by.
+type fcFiles struct {
+	builder
+	d     *Firecracker
+	uid   uint32
+	root  string // the monitor's own folder
+	binds []warden.Bind
+	make  []string // files of the monitor's folder on which mounts will lie
+}
+
+// inside is the monitor's name for a file in its own folder.
+func (d *Firecracker) inside(name string) string {
+	if d.jailer != "" {
+		return "/" + name
+	}
+	return fdPath(3) + "/" + name // its folder is the first descriptor
+}
+
+// give gives a file of the host's and returns the monitor's name for it.
+func (b *fcFiles) give(name string, f *os.File) string {
+	n := b.fd(f)
+	if b.d.jailer == "" {
+		return fdPath(n)
+	}
+	b.binds = append(b.binds, warden.Bind{File: n - 3, At: filepath.Join(b.root, name)})
+	b.make = append(b.make, name)
+	return "/" + name
+}
+
+// copyIn gives what a memory file holds, which can't be mounted. Without a jail it is given as it is.
+func (b *fcFiles) copyIn(name string, f *os.File, from int64) (string, error) {
+	if b.d.jailer == "" && from == 0 {
+		return b.give(name, f), readable(f, b.uid, false)
+	}
+	to, err := os.OpenFile(filepath.Join(b.root, name), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o444)
+	if err != nil {
+		return "", err
+	}
+	defer to.Close()
+	if err := errors.Join(CopySparse(to, f, from), to.Chmod(0o444)); err != nil {
+		return "", err
+	}
+	return b.d.inside(name), nil
+}
+
+// readable lets the monitor's user open a file again: it must have the right to.
+func readable(f *os.File, uid uint32, write bool) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return err
+	}
+	switch {
+	case write && (st.Uid != uid || st.Mode&0o600 != 0o600):
+		return errors.Join(f.Chown(int(uid), int(uid)), f.Chmod(0o600))
+	case !write && st.Mode&0o004 == 0 && st.Uid != uid:
+		if st.Uid != 0 || st.Mode&unix.S_IFMT != unix.S_IFREG {
+			return fmt.Errorf("%s is not open to the monitor's user: %w", f.Name(), sandbox.ErrUnsupported)
+		}
+		return f.Chmod(os.FileMode(st.Mode&0o777 | 0o444)) // it lies where only root comes
+	}
+	return nil
+}
+
+// fcStart is what the monitor is told after its start.
+type fcStart struct {
+	kernel, initrd string
+	disks          []string
+	memory, state  string
+	pages          bool // memory comes by faults
+}
 
 // Create starts Firecracker and boots the machine; with Incoming it waits for Load.
 func (d *Firecracker) Create(ctx context.Context, s *Spec) (VM, error) {
@@ -114,37 +235,171 @@ func (d *Firecracker) Create(ctx context.Context, s *Spec) (VM, error) {
 	if s.Display || s.Machine != "microvm" {
 		return nil, fmt.Errorf("machine %s: Firecracker has no screen and one kind of machine: %w", s.ID, sandbox.ErrUnsupported)
 	}
-	// It makes its sockets itself, so the folder is its own.
-	if err := os.Chown(s.Dir, int(s.UID), int(s.UID)); err != nil {
+	b := &fcFiles{d: d, uid: s.UID}
+	defer b.close()
+	var n fcStart
+	err := d.prepare(b, s, &n)
+	if err != nil {
 		return nil, fmt.Errorf("machine %s: %w", s.ID, err)
 	}
-	b := &builder{}
-	kernel, initrd := fdPath(b.fd(s.Kernel.Image)), fdPath(b.fd(s.Kernel.Initrd))
-	var disks []string
-	for _, k := range s.Disks {
-		disks = append(disks, fdPath(b.fd(k.File)))
-	}
 	p := &warden.Process{
-		ID: s.ID, Argv: []string{d.program, "--api-sock", filepath.Join(s.Dir, fcAPI), "--id", fcID(s.ID)}, Env: []string{"PATH=/usr/bin:/bin"}, UID: s.UID, GID: s.UID,
-		Groups: d.groups, Netns: -1, Memory: s.Group.Memory, CPU: s.Group.CPU, Weight: s.Group.Weight, Pids: s.Group.Pids, Deadline: s.Deadline,
+		ID: s.ID, Env: []string{"PATH=/usr/bin:/bin"}, UID: s.UID, GID: s.UID, Groups: d.groups, Netns: -1,
+		Memory: s.Group.Memory, CPU: s.Group.CPU, Weight: s.Group.Weight, Pids: s.Group.Pids, Deadline: s.Deadline,
+	}
+	own := []string{"--api-sock", d.inside(fcAPI), "--id", fcID(s.ID)}
+	if d.jailer == "" {
+		p.Argv = append([]string{d.program}, own...)
+	} else {
+		// The warden's cgroups and namespaces are its own: of version 1 without any group the jailer makes none.
+		p.Argv = append([]string{d.jailer, "--id", fcID(s.ID), "--exec-file", d.program, "--uid", fmt.Sprint(s.UID), "--gid", fmt.Sprint(s.UID),
+			"--cgroup-version", "1", "--chroot-base-dir", b.base(s), "--"}, own[:2]...)
+		p.Jail, p.Binds = true, b.binds
 	}
 	if s.Netns != nil {
 		p.Netns = b.fd(s.Netns) - 3
+	}
+	if n.pages {
+		if err := d.servePages(ctx, b, s); err != nil {
+			return nil, fmt.Errorf("machine %s: %w", s.ID, err)
+		}
 	}
 	pid, err := d.warden.Start(ctx, p, b.files...)
 	if err != nil {
 		return nil, err
 	}
-	vm := newFirecrackerVM(d, s.ID, s.Dir, s.UID, pid)
+	vm := newFirecrackerVM(d, s.ID, s.Dir, b.root, s.UID, pid)
+	vm.start = n
 	if err = vm.ready(ctx); err == nil && !s.Incoming {
-		err = vm.boot(ctx, s, kernel, initrd, disks)
+		err = vm.boot(ctx, s, n)
 	}
 	if err != nil {
 		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
+		if said := saidBy(undo, d.warden, s.ID); said != "" {
+			err = fmt.Errorf("%w: it says: %s", err, said)
+		}
 		return nil, fmt.Errorf("machine %s: %w", s.ID, errors.Join(err, vm.Kill(undo)))
 	}
 	return vm, nil
+}
+
+// saidBy ends a monitor and returns what it wrote.
+func saidBy(ctx context.Context, w *warden.Client, id string) string {
+	w.Kill(ctx, id)
+	list, err := w.List(ctx)
+	if err != nil {
+		return ""
+	}
+	for _, a := range list {
+		if a.ID == id {
+			return strings.TrimSpace(a.Said)
+		}
+	}
+	return ""
+}
+
+func (b *fcFiles) base(s *Spec) string {
+	if s.Store != "" {
+		return s.Store
+	}
+	return s.Dir
+}
+
+// prepare makes the monitor's folder and collects what it gets.
+func (d *Firecracker) prepare(b *fcFiles, s *Spec, n *fcStart) error {
+	b.root = filepath.Join(b.base(s), "firecracker")
+	if d.jailer != "" { // the jailer's rule for the name
+		b.root = filepath.Join(b.base(s), filepath.Base(d.program), fcID(s.ID), "root")
+	}
+	if err := errors.Join(os.RemoveAll(b.root), os.MkdirAll(b.root, 0o700)); err != nil {
+		return err
+	}
+	if err := os.Chown(b.root, int(s.UID), int(s.UID)); err != nil {
+		return err
+	}
+	link := filepath.Join(s.Dir, fcRoot)
+	os.Remove(link)
+	if err := os.Symlink(b.root, link); err != nil {
+		return err
+	}
+	root, err := os.Open(b.root)
+	if err != nil {
+		return err
+	}
+	b.own = append(b.own, root)
+	b.fd(root)
+	for i, k := range s.Disks {
+		if err := readable(k.File, s.UID, !k.ReadOnly); err != nil {
+			return fmt.Errorf("disk %s: %w", k.Serial, err)
+		}
+		n.disks = append(n.disks, b.give("disk"+strconv.Itoa(i), k.File))
+	}
+	if s.Incoming {
+		err = d.prepareLoad(b, s, n)
+	} else {
+		err = d.prepareBoot(b, s, n)
+	}
+	if err != nil {
+		return err
+	}
+	for _, name := range b.make {
+		f, err := os.OpenFile(filepath.Join(b.root, name), os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return err
+		}
+		f.Close()
+	}
+	return nil
+}
+
+func (d *Firecracker) prepareBoot(b *fcFiles, s *Spec, n *fcStart) (err error) {
+	if d.features.ELF && !s.Kernel.ELF() {
+		return fmt.Errorf("Firecracker %s boots no vmlinuz, an ELF vmlinux alone: %w", d.features.Version, sandbox.ErrUnsupported)
+	}
+	if n.kernel, err = b.copyIn("kernel", s.Kernel.Image, 0); err != nil {
+		return fmt.Errorf("kernel: %w", err)
+	}
+	if n.initrd, err = b.copyIn("initrd", s.Kernel.Initrd, 0); err != nil {
+		return fmt.Errorf("initramfs: %w", err)
+	}
+	if s.Backing.File != nil && !s.Backing.Private {
+		n.memory = b.give("memory", s.Backing.File)
+	}
+	return nil
+}
+
+func (d *Firecracker) prepareLoad(b *fcFiles, s *Spec, n *fcStart) (err error) {
+	if s.From == nil {
+		return fmt.Errorf("nothing to load is named: %w", sandbox.ErrInvalid)
+	}
+	memory, at := s.Backing.File, int64(0)
+	if memory == nil { // the state lies behind the memory
+		memory, at = s.From, s.Memory
+	}
+	if err := readable(memory, s.UID, false); err != nil {
+		return fmt.Errorf("memory: %w", err)
+	}
+	if n.state, err = b.copyIn(fcState, s.From, at); err != nil {
+		return fmt.Errorf("state: %w", err)
+	}
+	if n.pages = s.Backing.Faults; !n.pages {
+		n.memory = b.give("memory", memory)
+	}
+	return nil
+}
+
+// servePages has the warden answer for the memory that a machine does not have yet.
+func (d *Firecracker) servePages(ctx context.Context, b *fcFiles, s *Spec) error {
+	at := filepath.Join(b.root, fcPages)
+	l, err := listenUnix(at)
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	if err := os.Lchown(at, int(s.UID), int(s.UID)); err != nil {
+		return err
+	}
+	return d.warden.Pages(ctx, s.ID, l, s.Backing.File)
 }
 
 func fdPath(n int) string { return "/proc/self/fd/" + strconv.Itoa(n) }
@@ -170,349 +425,16 @@ func (d *Firecracker) Find(ctx context.Context, id, dir string) (VM, error) {
 		if a.ID != id || a.Ended {
 			continue
 		}
+		root, err := os.Readlink(filepath.Join(dir, fcRoot))
 		var st unix.Stat_t
-		if err := unix.Stat(dir, &st); err != nil {
+		if err == nil {
+			err = unix.Stat(root, &st)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("find machine %s: %w", id, err)
 		}
-		vm := newFirecrackerVM(d, id, dir, st.Uid, a.Pid)
+		vm := newFirecrackerVM(d, id, dir, root, st.Uid, a.Pid)
 		return vm, vm.ready(ctx)
 	}
 	return nil, fmt.Errorf("machine %s: %w", id, sandbox.ErrLost)
 }
-
-// fcVM is a machine of Firecracker.
-type fcVM struct {
-	d       *Firecracker
-	id, dir string
-	uid     uint32
-	pid     int
-	http    *http.Client
-	over    chan struct{}
-	ending  sync.Once
-	stop    context.CancelFunc
-}
-
-func newFirecrackerVM(d *Firecracker, id, dir string, uid uint32, pid int) *fcVM {
-	v := &fcVM{d: d, id: id, dir: dir, uid: uid, pid: pid, over: make(chan struct{})}
-	v.http = &http.Client{Transport: &http.Transport{
-		DialContext:         func(ctx context.Context, _, _ string) (net.Conn, error) { return v.dial(ctx, fcAPI) },
-		MaxIdleConnsPerHost: 1, DisableCompression: true, MaxResponseHeaderBytes: 16 << 10,
-	}}
-	watch, stop := context.WithCancel(context.Background())
-	v.stop = stop
-	go v.watch(watch)
-	return v
-}
-
-// watch tells of the monitor's end: a guest that ends, ends it.
-func (v *fcVM) watch(ctx context.Context) {
-	fd, err := unix.PidfdOpen(v.pid, unix.PIDFD_NONBLOCK)
-	if err != nil {
-		v.ending.Do(func() { close(v.over) })
-		return
-	}
-	f := os.NewFile(uintptr(fd), "pidfd")
-	defer f.Close()
-	context.AfterFunc(ctx, func() { f.SetReadDeadline(time.Unix(1, 0)) })
-	raw, err := f.SyscallConn()
-	if err == nil {
-		raw.Read(func(fd uintptr) bool { // readable when it has ended
-			p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-			n, _ := unix.Poll(p, 0)
-			return n > 0
-		})
-	}
-	v.ending.Do(func() { close(v.over) })
-}
-
-// dial connects to a socket that the monitor made in its folder: it may have put anything there, so it must be a socket of its own.
-func (v *fcVM) dial(ctx context.Context, name string) (net.Conn, error) {
-	fd, err := unix.Open(filepath.Join(v.dir, name), unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Close(fd)
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, err
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFSOCK || st.Uid != v.uid {
-		return nil, fmt.Errorf("%s is no socket of the monitor's: %w", name, sandbox.ErrDenied)
-	}
-	var d net.Dialer
-	return d.DialContext(ctx, "unix", fdPath(fd))
-}
-
-// fcError is Firecracker's word on a request.
-type fcError struct {
-	Status int
-	Fault  string
-}
-
-func (e *fcError) Error() string {
-	return fmt.Sprintf("Firecracker: %s (status %d)", e.Fault, e.Status)
-}
-
-func (v *fcVM) call(ctx context.Context, method, path string, body, result any) error {
-	ctx, cancel := context.WithTimeout(ctx, 60*time.Second)
-	defer cancel()
-	var r io.Reader
-	if body != nil {
-		b, err := json.Marshal(body)
-		if err != nil {
-			return err
-		}
-		r = bytes.NewReader(b)
-	}
-	q, err := http.NewRequestWithContext(ctx, method, "http://firecracker"+path, r)
-	if err != nil {
-		return err
-	}
-	q.Header.Set("Content-Type", "application/json")
-	a, err := v.http.Do(q)
-	if err != nil {
-		return fmt.Errorf("machine %s: %s %s: %w", v.id, method, path, err)
-	}
-	defer a.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(a.Body, fcBody))
-	if err != nil {
-		return fmt.Errorf("machine %s: %s %s: %w", v.id, method, path, err)
-	}
-	if a.StatusCode >= 300 {
-		var f struct {
-			Fault string `json:"fault_message"`
-		}
-		json.Unmarshal(text, &f)
-		if f.Fault == "" {
-			f.Fault = string(text[:min(len(text), 300)])
-		}
-		return fmt.Errorf("machine %s: %s %s: %w", v.id, method, path, &fcError{a.StatusCode, f.Fault})
-	}
-	if result != nil {
-		return json.Unmarshal(text, result)
-	}
-	return nil
-}
-
-// ready waits until the monitor answers.
-func (v *fcVM) ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
-	defer cancel()
-	for {
-		err := v.call(ctx, http.MethodGet, "/version", nil, nil)
-		if err == nil {
-			return nil
-		}
-		if f := (*fcError)(nil); errors.As(err, &f) {
-			return err
-		}
-		select {
-		case <-time.After(2 * time.Millisecond):
-		case <-v.over:
-			return fmt.Errorf("machine %s: its monitor ended: %w", v.id, sandbox.ErrLost)
-		case <-ctx.Done():
-			return err
-		}
-	}
-}
-
-func (v *fcVM) boot(ctx context.Context, s *Spec, kernel, initrd string, disks []string) error {
-	var names []string
-	for _, d := range s.Disks {
-		names = append(names, d.Serial)
-	}
-	line := fmt.Sprintf("console=ttyS0 quiet panic=1 reboot=k dsec.vsock=%d %s%s", fcGuestPort, DisksArgument, strings.Join(names, ","))
-	if s.Append != "" {
-		line += " " + s.Append
-	}
-	type object = map[string]any
-	cpus := s.CPUs
-	if cpus > 1 && cpus%2 == 1 {
-		cpus++ // it takes 1 or an even number
-	}
-	steps := []struct {
-		path string
-		body object
-	}{
-		{"/machine-config", object{"vcpu_count": cpus, "mem_size_mib": s.Memory >> 20, "smt": false, "track_dirty_pages": false}},
-		{"/boot-source", object{"kernel_image_path": kernel, "initrd_path": initrd, "boot_args": line}},
-		{"/entropy", object{}},
-		{"/vsock", object{"guest_cid": 3, "uds_path": filepath.Join(v.dir, fcVsock)}},
-	}
-	for i, d := range s.Disks {
-		id := "disk" + strconv.Itoa(i)
-		steps = append(steps, struct {
-			path string
-			body object
-		}{"/drives/" + id, object{"drive_id": id, "path_on_host": disks[i], "is_root_device": false, "is_read_only": d.ReadOnly}})
-	}
-	if s.TapName != "" {
-		steps = append(steps, struct {
-			path string
-			body object
-		}{"/network-interfaces/eth0", object{"iface_id": "eth0", "host_dev_name": s.TapName, "guest_mac": s.MAC}})
-	}
-	for _, p := range steps {
-		if err := v.call(ctx, http.MethodPut, p.path, p.body, nil); err != nil {
-			return err
-		}
-	}
-	return v.call(ctx, http.MethodPut, "/actions", object{"action_type": "InstanceStart"}, nil)
-}
-
-func (v *fcVM) ID() string { return v.id }
-func (v *fcVM) Pid() int   { return v.pid }
-
-// Agent asks the monitor for the guest's port. A guest that does not listen yet ends the connection at once; one that stands still never
-// answers, so each attempt is bounded.
-func (v *fcVM) Agent(ctx context.Context) (net.Conn, error) {
-	for {
-		c, err := v.knock(ctx)
-		if err == nil {
-			return c, nil
-		}
-		select {
-		case <-time.After(10 * time.Millisecond):
-		case <-v.over:
-			return nil, fmt.Errorf("machine %s: its monitor ended: %w", v.id, sandbox.ErrLost)
-		case <-ctx.Done():
-			return nil, fmt.Errorf("machine %s: its guest does not answer (%v): %w", v.id, err, ctx.Err())
-		}
-	}
-}
-
-func (v *fcVM) knock(ctx context.Context) (net.Conn, error) {
-	c, err := v.dial(ctx, fcVsock)
-	if err != nil {
-		return nil, err
-	}
-	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
-	defer stop()
-	c.SetDeadline(time.Now().Add(5 * time.Second))
-	fmt.Fprintf(c, "CONNECT %d\n", fcGuestPort)
-	// Octet by octet: what follows the line is the guest's.
-	var line []byte
-	for one := make([]byte, 1); len(line) < 64; {
-		if _, err := c.Read(one); err != nil {
-			c.Close()
-			return nil, fmt.Errorf("vsock: %w", err)
-		}
-		if one[0] == '\n' {
-			break
-		}
-		line = append(line, one[0])
-	}
-	if !bytes.HasPrefix(line, []byte("OK ")) {
-		c.Close()
-		return nil, fmt.Errorf("vsock: the monitor says %.64q: %w", line, sandbox.ErrLost)
-	}
-	c.SetDeadline(time.Time{})
-	return c, nil
-}
-
-func (v *fcVM) patch(ctx context.Context, state string) error {
-	return v.call(ctx, http.MethodPatch, "/vm", map[string]string{"state": state}, nil)
-}
-
-func (v *fcVM) Pause(ctx context.Context) error  { return v.patch(ctx, "Paused") }
-func (v *fcVM) Resume(ctx context.Context) error { return v.patch(ctx, "Resumed") }
-
-func (v *fcVM) Status(ctx context.Context) (string, error) {
-	var r struct {
-		State string `json:"state"`
-	}
-	if err := v.call(ctx, http.MethodGet, "/", nil, &r); err != nil {
-		select {
-		case <-v.over:
-			return "", fmt.Errorf("machine %s: its monitor ended: %w", v.id, sandbox.ErrLost)
-		default:
-			return "", err
-		}
-	}
-	switch r.State {
-	case "Running":
-		return "running", nil
-	case "Paused":
-		return "paused", nil
-	case "Not started":
-		return "loading", nil
-	}
-	return "ended: " + cutText(r.State, 40), nil
-}
-
-func cutText(s string, n int) string { return s[:min(len(s), n)] }
-
-// Save and Load go by files in the monitor's folder: it opens them by their paths.
-func (v *fcVM) Save(context.Context, *os.File, bool) error {
-	return fmt.Errorf("machine %s: Firecracker saves into files of its own folder: %w", v.id, sandbox.ErrUnsupported)
-}
-
-// SaveTo saves the state and the memory of a paused machine into two new files of its folder.
-func (v *fcVM) SaveTo(ctx context.Context, state, memory string) error {
-	for _, f := range []string{state, memory} {
-		if filepath.Base(f) != f {
-			return fmt.Errorf("snapshot file %q: want a plain name: %w", f, sandbox.ErrInvalid)
-		}
-		// A stale one is merged into, which gives clones that do not live.
-		if err := os.Remove(filepath.Join(v.dir, f)); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
-	}
-	return v.call(ctx, http.MethodPut, "/snapshot/create", map[string]string{"snapshot_type": "Full", "snapshot_path": filepath.Join(v.dir, state), "mem_file_path": filepath.Join(v.dir, memory)}, nil)
-}
-
-func (v *fcVM) Load(context.Context, *os.File, bool) error {
-	return fmt.Errorf("machine %s: Firecracker loads from files of its own folder: %w", v.id, sandbox.ErrUnsupported)
-}
-
-// LoadFrom fills a machine that was made with Incoming, by a private mapping of the memory file; it is paused then. A load that fails ends the
-// monitor.
-func (v *fcVM) LoadFrom(ctx context.Context, state, memory string) error {
-	return v.call(ctx, http.MethodPut, "/snapshot/load", map[string]any{
-		"snapshot_path": state, "mem_backend": map[string]string{"backend_type": "File", "backend_path": memory}, "resume_vm": false,
-		"vsock_override": map[string]string{"uds_path": filepath.Join(v.dir, fcVsock)},
-	}, nil)
-}
-
-func (v *fcVM) Over() <-chan struct{} { return v.over }
-
-// Console is what the guest wrote: it goes to the monitor's standard output, of which the warden keeps the begin.
-func (v *fcVM) Console(ctx context.Context) string {
-	list, err := v.d.warden.List(ctx)
-	if err != nil {
-		return ""
-	}
-	for _, a := range list {
-		if a.ID == v.id {
-			return a.Said
-		}
-	}
-	return ""
-}
-
-func (v *fcVM) Display() (Display, bool) { return nil, false }
-
-func (v *fcVM) Release() {
-	v.stop()
-	v.http.CloseIdleConnections()
-}
-
-func (v *fcVM) Kill(ctx context.Context) error {
-	if err := v.d.warden.Kill(ctx, v.id); err != nil {
-		return fmt.Errorf("end machine %s: %w", v.id, err)
-	}
-	if err := v.d.warden.Forget(ctx, v.id); err != nil {
-		return fmt.Errorf("end machine %s: %w", v.id, err)
-	}
-	v.stop()
-	v.http.CloseIdleConnections()
-	for _, f := range []string{fcAPI, fcVsock} {
-		os.Remove(filepath.Join(v.dir, f))
-	}
-	return nil
-}
-
-var (
-	_ Driver = (*Firecracker)(nil)
-	_ Driver = (*QEMU)(nil)
-)

@@ -151,15 +151,16 @@ func TestFirecrackerLife(t *testing.T) {
 	}
 }
 
-type saver interface {
-	SaveTo(ctx context.Context, state, memory string) error
-	LoadFrom(ctx context.Context, state, memory string) error
-}
-
+// What is saved with shared memory is what clones start from; what is saved alone goes on alone.
 func TestFirecrackerSnapshotAndClone(t *testing.T) {
 	r := newFirecracker(t, "1.17.0")
-	first := r.spec()
-	vm, err := r.d.Create(t.Context(), first)
+	memory, err := r.d.NewMemory(t.TempDir(), 128<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer vmm.Discard(memory)
+	state, alone := tempFile(t), tempFile(t)
+	vm, err := r.d.Create(t.Context(), r.spec(func(s *vmm.Spec) { s.Backing.File = memory }))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -167,14 +168,10 @@ func TestFirecrackerSnapshotAndClone(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sv := vm.(saver)
-	if err := sv.SaveTo(t.Context(), "state", "memory"); err == nil {
+	if err := vm.Save(t.Context(), state, true); err == nil {
 		t.Error("a running machine was saved")
 	}
-	if err := sv.SaveTo(t.Context(), "../state", "memory"); !errors.Is(err, sandbox.ErrInvalid) {
-		t.Errorf("a path that leads out: %v", err)
-	}
-	if err := errors.Join(vm.Pause(t.Context()), sv.SaveTo(t.Context(), "state", "memory"), vm.Resume(t.Context())); err != nil {
+	if err := errors.Join(vm.Pause(t.Context()), vm.Save(t.Context(), state, true), vm.Save(t.Context(), alone, false), vm.Resume(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	select {
@@ -187,42 +184,77 @@ func TestFirecrackerSnapshotAndClone(t *testing.T) {
 	} else {
 		s.Close()
 	}
-	state, memory := filepath.Join(first.Dir, "state"), filepath.Join(first.Dir, "memory")
-	os.Chmod(first.Dir, 0o755)
-	for range 2 {
-		c, err := r.d.Create(t.Context(), r.spec(func(s *vmm.Spec) { s.Incoming = true }))
+	if err := errors.Join(vm.Kill(t.Context()), vmm.Seal(memory)); err != nil {
+		t.Fatal(err)
+	}
+	shared := func(s *vmm.Spec) {
+		s.Incoming, s.From, s.Backing = true, state, vmm.Memory{File: memory, Private: true}
+	}
+	for name, change := range map[string]func(*vmm.Spec){"first clone": shared, "second clone": shared, "alone": func(s *vmm.Spec) { s.Incoming, s.From = true, alone }} {
+		c, err := r.d.Create(t.Context(), r.spec(change))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := c.(saver).LoadFrom(t.Context(), state, memory); err != nil {
+		if err := c.Load(t.Context(), nil, false); err != nil {
 			t.Fatal(err)
 		}
 		if st, err := c.Status(t.Context()); err != nil || st != "paused" {
-			t.Errorf("a loaded machine is %q, %v", st, err)
+			t.Errorf("%s: a loaded machine is %q, %v", name, st, err)
 		}
 		if err := c.Resume(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		s, err := greet(t, c)
 		if err != nil {
-			t.Errorf("clone: %v", err)
+			t.Errorf("%s: %v", name, err)
 		} else {
 			s.Close()
 		}
 	}
 	// One that is broken ends its monitor, and says why.
-	os.WriteFile(memory, []byte("short"), 0o644)
-	c, err := r.d.Create(t.Context(), r.spec(func(s *vmm.Spec) { s.Incoming = true }))
+	state.WriteAt([]byte("short"), 0)
+	c, err := r.d.Create(t.Context(), r.spec(shared))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := c.(saver).LoadFrom(t.Context(), state, memory); err == nil || !strings.Contains(err.Error(), "CRC") {
+	if err := c.Load(t.Context(), nil, true); err == nil || !strings.Contains(err.Error(), "CRC") {
 		t.Errorf("a broken snapshot: %v", err)
 	}
 	select {
 	case <-c.Over():
 	case <-time.After(10 * time.Second):
 		t.Error("its monitor lives on")
+	}
+}
+
+func tempFile(t *testing.T) *os.File {
+	t.Helper()
+	f, err := os.CreateTemp(t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+// A monitor that was taken over leaves something else where what it saved should be.
+func TestFirecrackerSavedMustBeItsOwn(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	s := r.spec()
+	vm, err := r.d.Create(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := vm.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	root := filepath.Join(s.Dir, "root")
+	if err := os.Mkdir(filepath.Join(root, "saved.state"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	os.WriteFile(filepath.Join(root, "saved.state", "x"), nil, 0o644)
+	if err := vm.Save(t.Context(), tempFile(t), false); err == nil {
+		t.Error("a folder was taken for a state")
 	}
 }
 
@@ -258,8 +290,8 @@ func TestFirecrackerSocketMustBeItsOwn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	at := filepath.Join(s.Dir, "vsock.sock")
-	other := filepath.Join(s.Dir, "api.sock")
+	at := filepath.Join(s.Dir, "root", "vsock.sock")
+	other := filepath.Join(s.Dir, "root", "api.sock")
 	os.Remove(at)
 	if err := os.Symlink(other, at); err != nil {
 		t.Fatal(err)

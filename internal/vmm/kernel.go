@@ -213,10 +213,97 @@ func NewMemory(name string, size int64) (*os.File, error) {
 	return f, nil
 }
 
-// Seal makes a memory file immutable. Shared writable mappings must be gone: it fails with EBUSY while the template's machine lives.
+// MemoryPrefix begins the names of memory files that have one.
+const MemoryPrefix = "memory-"
+
+// Seal makes a memory file immutable. Shared writable mappings must be gone: it fails with EBUSY while the template's machine lives. One that
+// has a name is root's, and nobody else may write it from then on.
 func Seal(f *os.File) error {
 	_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL)
+	if err == unix.EINVAL {
+		return f.Chmod(0o444)
+	}
 	return err
+}
+
+// Discard closes a memory file and removes its name where it has one. Machines that have it mapped keep it.
+func Discard(f *os.File) error {
+	if f == nil {
+		return nil
+	}
+	var errs []error
+	if at, err := os.Readlink(fdPath(int(f.Fd()))); err == nil && strings.HasPrefix(filepath.Base(at), MemoryPrefix) {
+		var here, there unix.Stat_t
+		if unix.Fstat(int(f.Fd()), &here) == nil && unix.Lstat(at, &there) == nil && here.Ino == there.Ino && here.Dev == there.Dev {
+			errs = append(errs, os.Remove(at))
+		}
+	}
+	return errors.Join(append(errs, f.Close())...)
+}
+
+// ELF reports whether the kernel is one that is entered directly.
+func (k *Kernel) ELF() bool {
+	magic := make([]byte, 4)
+	k.Image.ReadAt(magic, 0)
+	return string(magic) == "\x7fELF"
+}
+
+// CopySparse copies what a file holds from an offset on to the begin of another, and leaves its holes and pages of zeros.
+func CopySparse(to, from *os.File, offset int64) error {
+	st, err := from.Stat()
+	if err != nil {
+		return err
+	}
+	buf := make([]byte, 1<<20)
+	zero := make([]byte, 4096)
+	for at := offset; at < st.Size(); {
+		begin, err := unix.Seek(int(from.Fd()), at, unix.SEEK_DATA)
+		if err == unix.ENXIO {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		end, err := unix.Seek(int(from.Fd()), begin, unix.SEEK_HOLE)
+		if err != nil {
+			return err
+		}
+		for at = max(begin, offset); at < end; {
+			n, err := from.ReadAt(buf[:min(int64(len(buf)), end-at)], at)
+			if n == 0 {
+				return fmt.Errorf("copy: %w", errors.Join(err, io.ErrUnexpectedEOF))
+			}
+			if err := writePages(to, buf[:n], at-offset, zero); err != nil {
+				return err
+			}
+			at += int64(n)
+		}
+	}
+	if have, err := to.Stat(); err != nil || have.Size() >= st.Size()-offset {
+		return err
+	}
+	return to.Truncate(st.Size() - offset)
+}
+
+// writePages writes the pages that are not all zero, each run of them at once.
+func writePages(to *os.File, data []byte, at int64, zero []byte) error {
+	for i := 0; i < len(data); {
+		j := i
+		for j < len(data) && !bytes.Equal(data[j:min(j+len(zero), len(data))], zero[:min(len(zero), len(data)-j)]) {
+			j += len(zero)
+		}
+		j = min(j, len(data))
+		if j > i {
+			if _, err := to.WriteAt(data[i:j], at+int64(i)); err != nil {
+				return err
+			}
+		}
+		i = j
+		for i < len(data) && bytes.Equal(data[i:min(i+len(zero), len(data))], zero[:min(len(zero), len(data)-i)]) {
+			i += len(zero)
+		}
+	}
+	return nil
 }
 
 // Reopen returns the file with an offset of its own, at its begin.

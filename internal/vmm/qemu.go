@@ -82,6 +82,11 @@ func NewQEMU(ctx context.Context, c QEMUConfig) (*QEMU, error) {
 // Features of the driver.
 func (q *QEMU) Features() Features { return q.features }
 
+// NewMemory makes the memory of a template.
+func (q *QEMU) NewMemory(_ string, size int64) (*os.File, error) {
+	return NewMemory("dsec-template", size)
+}
+
 // hostKHz is the rate of the processor's time stamp counter: without it a translated guest measures it for a second, or for ever.
 var hostKHz = sync.OnceValue(func() int {
 	text, err := os.ReadFile("/proc/cpuinfo")
@@ -158,27 +163,12 @@ func (q *QEMU) Create(ctx context.Context, s *Spec) (VM, error) {
 	if err := vm.connect(ctx); err != nil {
 		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
-		if said := q.said(undo, s.ID); said != "" {
+		if said := saidBy(undo, q.warden, s.ID); said != "" {
 			err = fmt.Errorf("%w: QEMU says: %s", err, said)
 		}
 		return nil, fmt.Errorf("machine %s: %w", s.ID, errors.Join(err, vm.Kill(undo)))
 	}
 	return vm, nil
-}
-
-// said is what a monitor that has ended wrote.
-func (q *QEMU) said(ctx context.Context, id string) string {
-	q.warden.Kill(ctx, id)
-	list, err := q.warden.List(ctx)
-	if err != nil {
-		return ""
-	}
-	for _, a := range list {
-		if a.ID == id {
-			return strings.TrimSpace(a.Said)
-		}
-	}
-	return ""
 }
 
 func (q *QEMU) commandLine(b *builder, s *Spec) error {

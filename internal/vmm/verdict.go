@@ -11,3 +11,11 @@ type Verdict struct {
 
 // Usable reports whether guests may be run by KVM.
 func (v Verdict) Usable() bool { return v.KVM == "native" && (v.Boots == nil || *v.Boots) }
+
+// Why says what is wrong where KVM can't be used.
+func (v Verdict) Why() string {
+	if v.KVM == "native" && v.Boots != nil && !*v.Boots {
+		return "the probe's guest runs, a machine with the guests' kernel does not come up: " + v.Reason
+	}
+	return v.Reason
+}

@@ -28,15 +28,19 @@ const (
 
 // Features of a driver on this host. A feature that is missing has its reason in Why.
 type Features struct {
-	Driver      string            `json:"driver"`
-	Version     string            `json:"version"`
-	Accelerator Accelerator       `json:"accelerator"`
-	Degraded    bool              `json:"degraded"` // not accelerated by hardware
-	Template    bool              `json:"template"` // clones share a template's memory
-	Pause       bool              `json:"pause"`
-	Save        bool              `json:"save"`
-	Display     bool              `json:"display"`
-	Why         map[string]string `json:"why,omitempty"`
+	Driver      string      `json:"driver"`
+	Version     string      `json:"version"`
+	Accelerator Accelerator `json:"accelerator"`
+	Degraded    bool        `json:"degraded"` // not accelerated by hardware
+	Template    bool        `json:"template"` // clones share a template's memory
+	Pause       bool        `json:"pause"`
+	Save        bool        `json:"save"`
+	Display     bool        `json:"display"`
+	// TapByName: the monitor opens a tap itself, so it has to be there without anybody holding it.
+	TapByName bool `json:"tap_by_name"`
+	// ELF: no other image of a kernel is booted.
+	ELF bool              `json:"elf"`
+	Why map[string]string `json:"why,omitempty"`
 }
 
 // Disk of a machine. Its serial is how the guest finds it.
@@ -44,12 +48,14 @@ type Disk struct {
 	Serial   string
 	File     *os.File // opened for reading, or for reading and writing
 	ReadOnly bool
+	Mapped   bool // read-only and part of the guest's memory, where the driver can: all machines share its pages
 }
 
 // Memory is where a machine's memory comes from.
 type Memory struct {
 	File    *os.File // of Spec.Memory octets; nil: anonymous
 	Private bool     // the machine's writes stay its own: a clone of what the file holds
+	Faults  bool     // of a private one: each page is fetched when it is first used (userfaultfd)
 }
 
 // Spec of a machine.
@@ -71,6 +77,10 @@ type Spec struct {
 	Netns    *os.File // the monitor's network namespace; nil: the host's, in which it opens nothing
 	Display  bool
 	Incoming bool // wait for Load
+	// From is what Load will be given. A driver whose monitor opens files by itself gives it to it at the start.
+	From *os.File
+	// Store is a folder for what Save writes before it is where it shall be, on the file system of that; empty: Dir.
+	Store    string
 	Group    Group
 	Deadline time.Time
 }
@@ -112,6 +122,8 @@ type VM interface {
 // Driver makes machines.
 type Driver interface {
 	Features() Features
+	// NewMemory makes the memory of a template: a file that this driver's machines can all map. Seal makes it unchangeable.
+	NewMemory(dir string, size int64) (*os.File, error)
 	Create(ctx context.Context, s *Spec) (VM, error)
 	// Find takes a machine back that was made by an earlier process.
 	Find(ctx context.Context, id, dir string) (VM, error)

@@ -95,7 +95,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(w, map[string]string{"firecracker_version": s.version})
 	case "GET ":
 		answer(w, map[string]string{"state": s.state, "app_name": "Firecracker", "vmm_version": s.version, "id": "fake"})
-	case "PUT machine-config", "PUT boot-source", "PUT drives", "PUT network-interfaces", "PUT vsock", "PUT entropy":
+	case "PUT machine-config", "PUT boot-source", "PUT drives", "PUT network-interfaces", "PUT vsock", "PUT entropy", "PUT balloon", "PUT pmem":
 		s.configure(w, part, id, r.URL.Path, body)
 	case "PUT actions":
 		s.action(w, body)
@@ -125,6 +125,8 @@ var fields = map[string]struct{ may, must string }{
 	"network-interfaces": {"iface_id host_dev_name guest_mac mtu rx_rate_limiter tx_rate_limiter", "iface_id host_dev_name"},
 	"vsock":              {"guest_cid uds_path vsock_id", "guest_cid uds_path"},
 	"entropy":            {"rate_limiter", ""},
+	"balloon":            {"amount_mib deflate_on_oom stats_polling_interval_s free_page_hinting free_page_reporting", "amount_mib deflate_on_oom"},
+	"pmem":               {"id path_on_host root_device read_only rate_limiter", "id path_on_host"},
 }
 
 func (s *server) configure(w http.ResponseWriter, part, id, path string, body []byte) {
@@ -180,13 +182,13 @@ func (s *server) checkObject(part, id string, o map[string]any) error {
 			}
 			f.Close()
 		}
-	case "drives":
-		if o["drive_id"] != id {
+	case "drives", "pmem":
+		if o["drive_id"] != id && o["id"] != id {
 			return errors.New("The id from the path does not match the id from the body!")
 		}
 		p, _ := o["path_on_host"].(string)
 		mode := os.O_RDWR
-		if o["is_read_only"] == true {
+		if o["is_read_only"] == true || o["read_only"] == true {
 			mode = os.O_RDONLY
 		}
 		f, err := os.OpenFile(p, mode, 0)
@@ -357,8 +359,16 @@ func (s *server) save(w http.ResponseWriter, body []byte) {
 		fault(w, "Cannot create snapshot: Operation not allowed: save/restore unavailable while running")
 		return
 	}
-	for _, f := range []string{q.State, q.Memory} {
-		if err := os.WriteFile(f, []byte(snapshotMark+s.version), 0o600); err != nil {
+	var m struct {
+		Size int64 `json:"mem_size_mib"`
+	}
+	json.Unmarshal(s.config["/machine-config"], &m)
+	if q.Type != "Full" && q.Type != "Diff" {
+		fault(w, "An error occurred when deserializing the json body of a request: unknown variant `%s`.", q.Type)
+		return
+	}
+	for f, size := range map[string]int64{q.State: 0, q.Memory: m.Size << 20} {
+		if err := saveFile(f, snapshotMark+s.version, size); err != nil {
 			fault(w, "Create snapshot error: %v", err)
 			return
 		}
@@ -369,6 +379,22 @@ func (s *server) save(w http.ResponseWriter, body []byte) {
 		delete(s.conns, c)
 	}
 	w.WriteHeader(http.StatusNoContent)
+}
+
+// saveFile writes a file of a snapshot as the real one does: one that is there and has the right size is written into.
+func saveFile(path, text string, size int64) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if st, err := f.Stat(); err != nil || st.Size() != size {
+		if err := errors.Join(err, f.Truncate(0), f.Truncate(size)); err != nil {
+			return err
+		}
+	}
+	_, err = f.WriteAt([]byte(text), 0)
+	return err
 }
 
 func (s *server) load(w http.ResponseWriter, body []byte) {
@@ -386,13 +412,17 @@ func (s *server) load(w http.ResponseWriter, body []byte) {
 		}
 		time.AfterFunc(10*time.Millisecond, func() { os.Exit(1) })
 	}
+	if q.From.Type != "File" {
+		bad("Failed to restore from snapshot: the stand-in has no memory that faults")
+		return
+	}
 	for _, f := range []string{q.State, q.From.Path} {
-		text, err := os.ReadFile(f)
+		text, err := begin(f)
 		if err != nil {
 			bad("Failed to restore from snapshot: %v", err)
 			return
 		}
-		if string(text) != snapshotMark+s.version {
+		if text != snapshotMark+s.version {
 			bad("Failed to restore from snapshot: Failed to get snapshot state from file: CRC validation failed")
 			return
 		}
@@ -407,4 +437,15 @@ func (s *server) load(w http.ResponseWriter, body []byte) {
 		close(s.thawed)
 	}
 	w.WriteHeader(http.StatusNoContent)
+}
+
+// begin is as much of a file as the mark is long.
+func begin(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, 64))
+	return strings.TrimRight(string(text), "\x00"), err
 }

@@ -43,6 +43,12 @@ type Config struct {
 	// NoTemplates boots every machine.
 	NoTemplates bool
 	QEMU        string // program; empty: of the path
+	// Firecracker is the program of the backend microvm, instead of QEMU. It needs a KVM that works: without one there is no such backend.
+	Firecracker string
+	Jailer      string // of the same version; empty: none
+	// Faults has a clone's memory come page by page, as it is touched, instead of by a mapping; Mapped gives images as memory that all machines
+	// share instead of disks. Both are Firecracker's, and the second wants a kernel for guests that has them built in.
+	Faults, Mapped bool
 }
 
 // Defaults of the uid range: above that of containers, in what systemd keeps free (its UIDS-GIDS.md).
@@ -127,17 +133,20 @@ func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
 	}
 	b := &Backend{cfg: cfg, layers: deps.Layers, log: deps.Log.With("backend", cfg.Name), warden: warden.NewClient(cfg.RunDir), slots: newSlots(cfg.Slots),
 		net: deps.Network, boxes: map[sandbox.ID]*instance{}, up: make(chan struct{}), called: make(chan struct{}, 1)}
-	driver, err := vmm.NewQEMU(ctx, vmm.QEMUConfig{Program: cfg.QEMU, Verdict: deps.Verdict, Warden: b.warden})
-	if err != nil {
+	var err error
+	if b.driver, err = b.newDriver(ctx, deps.Verdict); err != nil {
 		return fail(err)
 	}
-	b.driver = driver
 	guest, err := vmm.Reopen(cfg.Guest)
 	if err != nil {
 		return fail(err)
 	}
 	defer guest.Close()
 	if b.kernel, err = vmm.OpenKernel(cfg.Kernel, guest); err != nil {
+		return fail(err)
+	}
+	if err := b.tryBoot(ctx, deps.Verdict); err != nil {
+		b.kernel.Close()
 		return fail(err)
 	}
 	b.flat = newFlats(deps.Layers)
@@ -162,7 +171,7 @@ func (b *Backend) machine() string {
 func (b *Backend) Capabilities() sandbox.Capabilities {
 	f := b.driver.Features()
 	c := sandbox.Capabilities{
-		Backend: b.cfg.Name, Isolation: "high", PauseLevels: []sandbox.PauseLevel{sandbox.Frozen, sandbox.Saved}, Networks: []string{string(sandbox.NetworkNone)},
+		Backend: b.cfg.Name, Isolation: "high", PauseLevels: b.pauseLevels(), Networks: []string{string(sandbox.NetworkNone)},
 		Fork: "files", Snapshot: true, Terminal: true, Sessions: true, Ports: true,
 		Features: map[string]string{"driver": f.Driver + " " + f.Version, "accelerator": string(f.Accelerator), "kernel": b.kernel.Release},
 	}
@@ -320,7 +329,7 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 			errs = append(errs, os.RemoveAll(filepath.Join(b.cfg.RunDir, d.Name())))
 		}
 	}
-	errs = append(errs, b.disks.sweep(keep))
+	errs = append(errs, b.disks.sweep(keep), b.sweepStores(keep), b.sweepMemories(ctx))
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("%s: sweep: %w", b.cfg.Name, err)
 	}
@@ -336,6 +345,11 @@ func (b *Backend) Release(ctx context.Context) error {
 		return fmt.Errorf("%s: %d sandboxes live: %w", b.cfg.Name, n, sandbox.ErrState)
 	}
 	b.models.forget()
+	return errors.Join(b.endWarden(ctx), b.sweepMemories(ctx))
+}
+
+// endWarden ends the warden and returns when nothing of it is left.
+func (b *Backend) endWarden(ctx context.Context) error {
 	err := b.warden.Shutdown(ctx)
 	if errors.Is(err, sandbox.ErrLost) {
 		err = nil

@@ -149,6 +149,7 @@ func (x *instance) make(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { closeDisks(s.Disks) }()
+	x.undo.push("remove what it saves", func(context.Context) error { return os.RemoveAll(s.Store) })
 	if err := x.makeFolder(); err != nil {
 		return err
 	}
@@ -162,7 +163,7 @@ func (x *instance) make(ctx context.Context) (err error) {
 			return err
 		}
 		defer way.close()
-		s.Netns, s.Tap, s.MAC = way.ns, way.tap, guestMAC
+		way.into(s)
 	}
 	x.undo.push("end the machine", x.endMachine)
 	began := time.Now()
@@ -192,7 +193,7 @@ func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.
 	}
 	s := &vmm.Spec{
 		ID: monitorID(x.id), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
-		Memory: x.h.Memory, Disks: append(disks, vmm.Disk{Serial: "upper", File: disk}),
+		Memory: x.h.Memory, Disks: append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk}), Store: b.store(string(x.id)),
 		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
 	}
 	if x.spec.BestEffort {
@@ -218,7 +219,7 @@ func (x *instance) start(ctx context.Context, s *vmm.Spec) error {
 			if x.vm != nil {
 				err = errors.Join(err, x.vm.Kill(ctx))
 			}
-			x.vm, s.Backing, s.Incoming = nil, vmm.Memory{}, false
+			x.vm, s.Backing, s.Incoming, s.From = nil, vmm.Memory{}, false, nil
 		}
 		b.log.Warn("no template: the machine boots", "sandbox", x.id, "err", err)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -473,6 +474,9 @@ func (x *instance) take(ctx context.Context) error {
 func (x *instance) Pause(ctx context.Context, level sandbox.PauseLevel) error {
 	if level != sandbox.Frozen && level != sandbox.Saved {
 		return fmt.Errorf("pause %s to level %q: this backend has %s and %s: %w", x.id, level, sandbox.Frozen, sandbox.Saved, sandbox.ErrUnsupported)
+	}
+	if !slices.Contains(x.b.pauseLevels(), level) {
+		return fmt.Errorf("pause %s to level %q: %s: %w", x.id, level, x.b.driver.Features().Why["pause"], sandbox.ErrUnsupported)
 	}
 	if level == sandbox.Saved && x.h.Lent != nil {
 		return fmt.Errorf("pause %s to level %q: its network is open, and goes with the machine: %w", x.id, level, sandbox.ErrUnsupported)

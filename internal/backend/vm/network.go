@@ -14,6 +14,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 // A machine's network device is a tap in a network namespace of its own. The namespace has a way out as a container of network "open" has
@@ -55,7 +56,7 @@ func (w *way) close() {
 
 // openNetwork makes the sandbox's way out.
 func (x *instance) openNetwork(ctx context.Context) (*way, error) {
-	w, err := newWay()
+	w, err := x.b.newWay(x.h.Slot)
 	if err != nil {
 		return nil, err
 	}
@@ -73,8 +74,14 @@ func (x *instance) openNetwork(ctx context.Context) (*way, error) {
 	return w, nil
 }
 
-// newWay makes a namespace with a tap in it.
-func newWay() (w *way, err error) {
+// into gives a machine the way.
+func (w *way) into(s *vmm.Spec) {
+	s.Netns, s.Tap, s.TapName, s.MAC = w.ns, w.tap, tapName, guestMAC
+}
+
+// newWay makes a namespace with a tap in it, for the monitor of a slot. Where the monitor opens its tap by its name, it stays without anybody
+// who holds it, as long as the namespace.
+func (b *Backend) newWay(slot int) (w *way, err error) {
 	w = &way{}
 	defer func() {
 		if err != nil {
@@ -95,9 +102,24 @@ func newWay() (w *way, err error) {
 		return w, err
 	}
 	return w, inNamespace(w.ns, func() (err error) {
-		w.tap, err = makeTap()
+		if w.tap, err = makeTap(); err == nil && b.driver.Features().TapByName {
+			err = leaveTap(w.tap, int(b.cfg.UIDBase)+slot)
+			w.tap.Close()
+			w.tap = nil
+		}
 		return err
 	})
+}
+
+// leaveTap lets a tap stay when it is closed, for a user to open.
+func leaveTap(tap *os.File, uid int) error {
+	if err := unix.IoctlSetInt(int(tap.Fd()), unix.TUNSETOWNER, uid); err != nil {
+		return fmt.Errorf("tap: its owner: %w", err)
+	}
+	if err := unix.IoctlSetInt(int(tap.Fd()), unix.TUNSETPERSIST, 1); err != nil {
+		return fmt.Errorf("tap: %w", err)
+	}
+	return nil
 }
 
 // inNamespace runs f on a thread of the namespace, which ends with it.

@@ -39,6 +39,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 	x.undo.push("release the image", func(context.Context) error { b.flat.release(layer.ID(h.Layer)); return nil })
 	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(id)) })
 	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
+	x.undo.push("remove what it saves", func(context.Context) error { return os.RemoveAll(b.store(string(id))) })
 	x.undo.push("remove the folder", func(context.Context) error { return os.RemoveAll(x.dir()) })
 	if h.Lent != nil && b.net != nil {
 		if err := b.net.Lending(id, *h.Lent); err != nil {

@@ -181,6 +181,7 @@ func (x *instance) load(ctx context.Context) error {
 		return err
 	}
 	defer f.Close()
+	s.From = f
 	vm, err := x.b.driver.Create(ctx, s)
 	if err != nil {
 		return err

@@ -76,7 +76,7 @@ func (t *templates) keyOf(s *vmm.Spec, image layer.ID) string {
 func (t *templates) get(ctx context.Context, s *vmm.Spec, image layer.ID) (*template, error) {
 	// The disk's limit is not part of it: a guest reads its disk first when the sandbox is born. Its size is: the guest knows it.
 	key := t.keyOf(s, image) + "-" + fmt.Sprint(diskMiB(s))
-	if s.Tap != nil {
+	if s.TapName != "" {
 		key += "-net"
 	}
 	t.mu.Lock()
@@ -156,7 +156,7 @@ func (t *templates) evictLocked() {
 
 func (t *templates) dropLocked(x *template) {
 	delete(t.have, x.key)
-	x.memory.Close()
+	vmm.Discard(x.memory)
 	x.state.Close()
 	t.b.flat.release(x.image)
 	for _, name := range []string{x.key + "-memory", x.key + "-state"} {
@@ -180,7 +180,7 @@ func (t *templates) forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, x := range t.have {
-		x.memory.Close()
+		vmm.Discard(x.memory)
 		x.state.Close()
 		t.b.flat.release(x.image)
 	}
@@ -236,26 +236,26 @@ func (t *templates) make(ctx context.Context, key string, like *vmm.Spec, image 
 	s.ID, s.Dir, s.UID, s.Deadline = id, dir, b.cfg.UIDBase+uint32(slot), time.Now().Add(birthBound+time.Minute)
 	s.Disks = append(append([]vmm.Disk{}, like.Disks[:last]...), vmm.Disk{Serial: "upper", File: disk})
 	s.Group.CPU = 0
-	if s.Tap != nil {
+	s.Store = b.store(id)
+	defer os.RemoveAll(s.Store)
+	if s.TapName != "" {
 		// A namespace of its own, from which nothing leads out.
-		way, err := newWay()
+		way, err := b.newWay(slot)
 		if err != nil {
 			return nil, err
 		}
 		defer way.close()
-		s.Netns, s.Tap = way.ns, way.tap
+		way.into(&s)
 	}
 	x := &template{key: key, image: image, used: time.Now()}
 	defer func() {
 		if err != nil {
 			for _, f := range []*os.File{x.memory, x.state} {
-				if f != nil {
-					f.Close()
-				}
+				vmm.Discard(f)
 			}
 		}
 	}()
-	if x.memory, err = vmm.NewMemory("dsec-template", s.Memory); err != nil {
+	if x.memory, err = b.driver.NewMemory(b.cfg.RunDir, s.Memory); err != nil {
 		return nil, err
 	}
 	s.Backing = vmm.Memory{File: x.memory}
@@ -313,7 +313,7 @@ func (x *instance) clone(ctx context.Context, s *vmm.Spec, t *template) error {
 		return fmt.Errorf("template: %w", err)
 	}
 	defer state.Close()
-	s.Backing, s.Incoming = vmm.Memory{File: t.memory, Private: true}, true
+	s.Backing, s.Incoming, s.From = vmm.Memory{File: t.memory, Private: true, Faults: x.b.cfg.Faults}, true, state
 	vm, err := x.b.driver.Create(ctx, s)
 	if err != nil {
 		return err

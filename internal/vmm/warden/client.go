@@ -152,6 +152,12 @@ func (c *Client) List(ctx context.Context) ([]Alive, error) {
 	return a.List, err
 }
 
+// Pages has the warden answer for the memory of a monitor that connects to the listener, from a memory file that must not change.
+func (c *Client) Pages(ctx context.Context, id string, listener, memory *os.File) error {
+	_, _, err := c.call(ctx, &request{Op: "pages", ID: id}, listener, memory)
+	return err
+}
+
 // Hold leaves a descriptor with the warden under a name, as long as it lives.
 func (c *Client) Hold(ctx context.Context, name string, f *os.File) error {
 	_, _, err := c.call(ctx, &request{Op: "hold", ID: name}, f)

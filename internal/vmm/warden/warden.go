@@ -69,6 +69,16 @@ type Process struct {
 	Weight   int64     `json:"weight"` // of CPU time, 1 to 10,000; 0 is 100
 	Pids     int64     `json:"pids"`
 	Deadline time.Time `json:"deadline"` // zero: none
+	// Jail: the program is a jailer, which starts as root, becomes UID by itself and has namespaces of its own. Binds are mounts that it
+	// alone sees.
+	Jail  bool   `json:"jail,omitempty"`
+	Binds []Bind `json:"binds,omitempty"`
+}
+
+// Bind mounts one of the files that go with a process on a file.
+type Bind struct {
+	File int    `json:"file"` // position among the files
+	At   string `json:"at"`
 }
 
 // Alive is a monitor that runs or whose end nobody has forgotten.
@@ -113,6 +123,8 @@ type warden struct {
 	mu       sync.Mutex
 	procs    map[string]*process
 	held     map[string]*os.File
+	memories map[[2]uint64]*sharedMemory // that faults are answered from, by device and inode
+	guard    *os.File                    // its end ends the jails
 	watchers map[chan Alive]bool
 }
 
@@ -167,10 +179,11 @@ func run(ctx context.Context, stop func(), dir, instance string, log *slog.Logge
 	if err := g.setup(); err != nil {
 		return fmt.Errorf("set up cgroups: %w", err)
 	}
-	w := &warden{log: log, groups: g, spawn: make(chan func()), procs: map[string]*process{}, held: map[string]*os.File{}, watchers: map[chan Alive]bool{}}
+	w := &warden{log: log, groups: g, spawn: make(chan func()), procs: map[string]*process{}, held: map[string]*os.File{}, memories: map[[2]uint64]*sharedMemory{}, watchers: map[chan Alive]bool{}}
 	go func() {
 		// The kernel ends a monitor with the thread that started it, so that is one that never ends.
 		runtime.LockOSThread()
+		unix.Unshare(unix.CLONE_FS) // else it could not change its mount namespace; a jail then says so
 		for f := range w.spawn {
 			f()
 		}
@@ -245,6 +258,10 @@ func (w *warden) serve(ctx context.Context, stop func(), c *net.UnixConn) {
 		err = w.forget(r.ID)
 	case "deadline":
 		err = w.deadline(r.ID, r.At)
+	case "pages":
+		if err = w.pages(ctx, r.ID, files); err == nil {
+			files = nil
+		}
 	case "list":
 		a.List = w.list()
 	case "hold":
@@ -286,6 +303,8 @@ func (w *warden) start(p *Process, files []*os.File) (int, error) {
 		return 0, fmt.Errorf("start: malformed: %w", sandbox.ErrInvalid)
 	case p.UID == 0:
 		return 0, fmt.Errorf("start %s: as root: %w", p.ID, sandbox.ErrInvalid)
+	case len(p.Binds) > 0 && !p.Jail || slices.ContainsFunc(p.Binds, func(b Bind) bool { return b.File < 0 || b.File >= len(files) || !filepath.IsAbs(b.At) }):
+		return 0, fmt.Errorf("start %s: malformed mounts: %w", p.ID, sandbox.ErrInvalid)
 	}
 	x := &process{Alive: Alive{ID: p.ID, Started: time.Now()}, done: make(chan struct{})}
 	w.mu.Lock()
@@ -324,6 +343,15 @@ func (w *warden) start(p *Process, files []*os.File) (int, error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Setsid: true, Pdeathsig: syscall.SIGKILL, UseCgroupFD: true, CgroupFD: int(at.Fd()),
 		Credential: &syscall.Credential{Uid: p.UID, Gid: p.GID, Groups: p.Groups},
+	}
+	if p.Jail {
+		// The kernel forgets whose end is its own when it changes its user: the guard sees to that.
+		if err := w.guardJails(); err != nil {
+			return undo(err)
+		}
+		cmd.ExtraFiles = nil
+		cmd.SysProcAttr.Credential = nil
+		cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
 	}
 	started := make(chan error, 1)
 	w.spawn <- func() { started <- startIn(cmd, p, files) }
@@ -364,6 +392,9 @@ func startIn(cmd *exec.Cmd, p *Process, files []*os.File) error {
 				panic(err) // the thread would start every later monitor in a sandbox's network
 			}
 		}()
+	}
+	if p.Jail {
+		return withMounts(p.Binds, files, cmd.Start)
 	}
 	return cmd.Start()
 }
@@ -514,6 +545,7 @@ func (w *warden) drop(name string) {
 	if f := w.held[name]; f != nil {
 		f.Close()
 		delete(w.held, name)
+		w.tidyMemoriesLocked()
 	}
 }
 
