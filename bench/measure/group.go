@@ -27,17 +27,17 @@ func GroupRoot() (string, error) {
 // Group is a control group that a candidate's processes are counted in, also those that have ended.
 type Group struct{ Path string }
 
-// NewGroup makes a group "dsec-bench-NAME-PID".
+// NewGroup makes a group "dsec-bench-NAME-PID-N", another each time: a process that runs two servers counts each for itself.
 func NewGroup(name string) (*Group, error) {
 	root, err := GroupRoot()
 	if err != nil {
 		return nil, err
 	}
-	g := &Group{filepath.Join(root, fmt.Sprintf("dsec-bench-%s-%d", name, os.Getpid()))}
-	if err := os.Mkdir(g.Path, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+	path, err := os.MkdirTemp(root, fmt.Sprintf("dsec-bench-%s-%d-", name, os.Getpid()))
+	if err != nil {
 		return nil, err
 	}
-	return g, nil
+	return &Group{path}, nil
 }
 
 // Open returns the group's folder, for SysProcAttr.CgroupFD.

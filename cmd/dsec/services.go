@@ -21,6 +21,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/backend/vm"
 	"github.com/dsec-dev/dsec/internal/blob"
+	"github.com/dsec-dev/dsec/internal/calm"
 	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/gateway"
@@ -482,7 +483,14 @@ func (p *places) open() (*slog.Logger, error) {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(300)
 	}
-	return obs.NewLogger(os.Stderr, p.LogLevel, p.LogForm)
+	logger, err := obs.NewLogger(os.Stderr, p.LogLevel, p.LogForm)
+	if err != nil {
+		return nil, err
+	}
+	if err := calm.Watch(); err != nil {
+		logger.Debug("more CPU time than needed", "err", err)
+	}
+	return logger, nil
 }
 
 type upCmd struct {

@@ -1,4 +1,6 @@
-// Package calm is a connected Unix stream socket whose process is woken by what comes in, and not each time that the peer has read: the
+// Package calm keeps a process from being woken for nothing: by its sockets ([Conn]) and by the runtime's watch thread ([Watch]).
+//
+// A Conn is a connected Unix stream socket whose process is woken by what comes in, and not each time that the peer has read: the
 // runtime's poller asks for room to write on every socket that it knows, and the kernel tells it at every read of the peer. Of a small
 // request and its answer that is two threads woken for nothing, a tenth of what a command costs.
 //

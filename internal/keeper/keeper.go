@@ -16,6 +16,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/calm"
 	initproc "github.com/dsec-dev/dsec/internal/keeper/init"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
@@ -110,6 +111,9 @@ func run(args []string, log *slog.Logger) error {
 	os.Unsetenv(stageVar)
 	debug.SetGCPercent(300) // the heap is a few MiB: each collection costs more than what it frees
 	debug.SetMemoryLimit(256 << 20)
+	if err := calm.Watch(); err != nil {
+		log.Warn("more CPU time than needed", "err", err)
+	}
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
 	signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
