@@ -26,6 +26,10 @@ type vmSettings struct {
 	Kernel      string `toml:"kernel"` // folder
 	QEMU        string `toml:"qemu"`   // program
 	NoTemplates bool   `toml:"no_templates"`
+	Firecracker string `toml:"firecracker"` // program of microvm instead of QEMU
+	Jailer      string `toml:"jailer"`      // of the same version
+	Faults      bool   `toml:"faults"`      // Firecracker's clones get their memory page by page
+	Mapped      bool   `toml:"mapped"`      // Firecracker's images are memory that machines share
 }
 
 // probeKVM asks whether guests run by hardware here. The answer is kept until the machine is started anew.
@@ -63,6 +67,7 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 			Name: name, Instance: instance(id) + name[:1], Host: string(id), StateDir: filepath.Join(p.State, name),
 			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
 			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, QEMU: p.settings.VM.QEMU,
+			Firecracker: p.settings.VM.Firecracker, Jailer: p.settings.VM.Jailer, Faults: p.settings.VM.Faults, Mapped: p.settings.VM.Mapped,
 		}, vm.Deps{Layers: layers, Network: network, Verdict: verdict, Log: logger})
 		if errors.Is(err, sandbox.ErrUnsupported) {
 			logger.Warn("no virtual machines", "err", err)
@@ -95,5 +100,28 @@ func (p *places) vmChecks(ctx context.Context) []container.Check {
 	if !k.OK {
 		k.Detail, k.Fix = "none found", "`make guest-kernel`, or [vm] kernel in the config: docs/ops/vms.md"
 	}
-	return []container.Check{kvm, q, k}
+	checks := []container.Check{kvm, q, k}
+	if p.settings.VM.Firecracker != "" {
+		checks = append(checks, p.firecrackerCheck(ctx, verdict))
+	}
+	return checks
+}
+
+// firecrackerCheck is doctor's line about Firecracker, where it is configured.
+func (p *places) firecrackerCheck(ctx context.Context, v vmm.Verdict) container.Check {
+	c := container.Check{Feature: "Firecracker"}
+	v = vmm.KeptBoot(vm.BootsFile(filepath.Join(p.State, "microvm")), v, "firecracker")
+	d, err := vmm.NewFirecracker(ctx, vmm.FirecrackerConfig{Program: p.settings.VM.Firecracker, Jailer: p.settings.VM.Jailer, Verdict: v})
+	if err != nil {
+		c.Detail, c.Fix = err.Error(), "this host has no microvm; without [vm] firecracker it is QEMU's"
+		return c
+	}
+	f := d.Features()
+	c.OK, c.Detail = true, f.Version
+	for _, what := range []string{"pause", "jail"} {
+		if why := f.Why[what]; why != "" {
+			c.Detail += "; no " + what + ": " + why
+		}
+	}
+	return c
 }

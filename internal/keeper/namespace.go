@@ -249,9 +249,9 @@ func openLayer(fds []int, direct bool) (int, error) {
 	for i, fd := range fds {
 		paths[i] = "/proc/self/fd/" + strconv.Itoa(fd)
 	}
-	m, err := openErofs(paths, direct)
-	if direct && errors.Is(err, unix.EINVAL) {
-		m, err = openErofs(paths, false) // the kernel has no such option, or the file can't be read so
+	m, err := openErofs(paths, direct, inMemory(paths[0]))
+	if errors.Is(err, unix.EINVAL) {
+		m, err = openErofs(paths, false, false) // the kernel has no such option, or the file can't be read so
 	}
 	if errors.Is(err, unix.ENOTBLK) {
 		return openLoops(fds)
@@ -261,7 +261,7 @@ func openLayer(fds []int, direct bool) (int, error) {
 
 // openErofs makes a detached mount of an EROFS image: a file or block device, and those of its extra devices. ENOTBLK: this kernel wants
 // block devices.
-func openErofs(sources []string, direct bool) (int, error) {
+func openErofs(sources []string, direct, dax bool) (int, error) {
 	fs, err := unix.Fsopen("erofs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return -1, fmt.Errorf("erofs: %w", err)
@@ -272,6 +272,11 @@ func openErofs(sources []string, direct bool) (int, error) {
 	}
 	if direct {
 		if err := unix.FsconfigSetFlag(fs, "directio"); err != nil {
+			return -1, fsError(fs, "erofs", err)
+		}
+	}
+	if dax {
+		if err := unix.FsconfigSetString(fs, "dax", "always"); err != nil {
 			return -1, fsError(fs, "erofs", err)
 		}
 	}
@@ -319,7 +324,14 @@ func openLoops(files []int) (int, error) {
 		}
 		devs, paths = append(devs, dev), append(paths, path)
 	}
-	return openErofs(paths, false)
+	return openErofs(paths, false, false)
+}
+
+// inMemory reports whether an image is a device whose contents are memory already: its pages are used where they are, without a copy in
+// the page cache.
+func inMemory(source string) bool {
+	at, err := os.Readlink(source)
+	return err == nil && strings.HasPrefix(at, "/dev/pmem")
 }
 
 // openLoop puts a loop device on a file. The device goes away when the descriptor and its mounts are closed.

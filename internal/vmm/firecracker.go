@@ -246,13 +246,13 @@ func (d *Firecracker) Create(ctx context.Context, s *Spec) (VM, error) {
 		ID: s.ID, Env: []string{"PATH=/usr/bin:/bin"}, UID: s.UID, GID: s.UID, Groups: d.groups, Netns: -1,
 		Memory: s.Group.Memory, CPU: s.Group.CPU, Weight: s.Group.Weight, Pids: s.Group.Pids, Deadline: s.Deadline,
 	}
-	own := []string{"--api-sock", d.inside(fcAPI), "--id", fcID(s.ID)}
+	own := []string{"--api-sock", d.inside(fcAPI), "--level", "Warning", "--id", fcID(s.ID)}
 	if d.jailer == "" {
 		p.Argv = append([]string{d.program}, own...)
 	} else {
 		// The warden's cgroups and namespaces are its own: of version 1 without any group the jailer makes none.
 		p.Argv = append([]string{d.jailer, "--id", fcID(s.ID), "--exec-file", d.program, "--uid", fmt.Sprint(s.UID), "--gid", fmt.Sprint(s.UID),
-			"--cgroup-version", "1", "--chroot-base-dir", b.base(s), "--"}, own[:2]...)
+			"--cgroup-version", "1", "--chroot-base-dir", b.base(s), "--"}, own[:4]...)
 		p.Jail, p.Binds = true, b.binds
 	}
 	if s.Netns != nil {

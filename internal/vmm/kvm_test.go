@@ -1,9 +1,12 @@
 package vmm_test
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -84,5 +87,54 @@ func TestVerdictOfAnotherStart(t *testing.T) {
 	t.Setenv("DSEC_TEST_PROBE", "garbage")
 	if v := vmm.Probe(t.Context(), []string{os.Args[0], vmm.ProbeArg}, file); v.Usable() {
 		t.Errorf("taken from another start: %+v", v)
+	}
+}
+
+// The second stage is run once for a start of the host, a monitor and a kernel; what it found is told again, also to who only asks.
+func TestProbeBoot(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "boots.json")
+	native := vmm.Verdict{KVM: "native", NsPerInsn: 1}
+	f, k := vmm.Features{Driver: "firecracker", Version: "1.17.0"}, &vmm.Kernel{Sum: "one"}
+	calls := 0
+	fails := func(context.Context) error { calls++; return errors.New("no word of the guest") }
+	works := func(context.Context) error { calls++; return nil }
+	for _, step := range []struct {
+		name   string
+		v      vmm.Verdict
+		f      vmm.Features
+		k      *vmm.Kernel
+		boot   func(context.Context) error
+		usable bool
+		calls  int
+	}{
+		{"a kernel that does not come up", native, f, k, fails, false, 2},
+		{"again", native, f, k, works, false, 0},
+		{"another kernel", native, f, &vmm.Kernel{Sum: "two"}, works, true, 1},
+		{"again", native, f, &vmm.Kernel{Sum: "two"}, fails, true, 0},
+		{"another version", native, vmm.Features{Driver: "firecracker", Version: "1.18.0"}, &vmm.Kernel{Sum: "two"}, fails, false, 2},
+		{"another monitor", native, vmm.Features{Driver: "qemu", Version: "7.2.0"}, &vmm.Kernel{Sum: "two"}, works, true, 1},
+	} {
+		calls = 0
+		v := vmm.ProbeBoot(t.Context(), file, step.v, step.f, step.k, step.boot)
+		if v.Usable() != step.usable || calls != step.calls || v.Boots == nil || !step.usable && v.Why() == "" {
+			t.Errorf("%s: %+v after %d boots, want usable %v after %d", step.name, v, calls, step.usable, step.calls)
+		}
+	}
+	if v := vmm.KeptBoot(file, native, "firecracker"); v.Usable() || !strings.Contains(v.Why(), "no word of the guest") {
+		t.Errorf("kept of Firecracker: %+v", v)
+	}
+	if v := vmm.KeptBoot(file, native, "qemu"); !v.Usable() || v.Boots == nil {
+		t.Errorf("kept of QEMU: %+v", v)
+	}
+	if v := vmm.KeptBoot(file, native, "another"); v.Boots != nil {
+		t.Errorf("kept of nobody: %+v", v)
+	}
+	// One that was interrupted says nothing about the host.
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	file = filepath.Join(t.TempDir(), "boots.json")
+	vmm.ProbeBoot(ctx, file, native, f, k, fails)
+	if v := vmm.KeptBoot(file, native, "firecracker"); v.Boots != nil {
+		t.Errorf("an interrupted one was kept: %+v", v)
 	}
 }

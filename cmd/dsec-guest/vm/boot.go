@@ -148,6 +148,11 @@ func findPort() (string, error) {
 
 // disk is a block device, found by the serial that the host gave it, or by its place where the host could give none.
 func disk(serial string) (string, error) {
+	if list, ok := argument("dsec.mapped="); ok { // what is memory of ours, all of the host's machines share it
+		if i := slices.Index(strings.Split(list, ","), serial); i >= 0 {
+			return fmt.Sprintf("/dev/pmem%d", i), nil
+		}
+	}
 	if list, ok := argument("dsec.disks="); ok {
 		i := slices.Index(strings.Split(list, ","), serial)
 		if i < 0 {

@@ -348,7 +348,8 @@ func mountLayer(ctx context.Context, c *keeper.Client, layer string) error {
 func contentDisk(layer string) (string, bool) {
 	name := vmwire.Serial(layer, true)
 	if list, ok := argument("dsec.disks="); ok {
-		if !slices.Contains(strings.Split(list, ","), name) {
+		mapped, _ := argument("dsec.mapped=")
+		if !slices.Contains(strings.Split(list+","+mapped, ","), name) {
 			return "", false
 		}
 		at, err := disk(name)

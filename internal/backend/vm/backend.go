@@ -384,6 +384,11 @@ func (b *Backend) Held() []string {
 	for _, d := range disks {
 		out = append(out, "disk of "+d)
 	}
+	for _, id := range b.stores() {
+		if !b.models.owns(id) {
+			out = append(out, "store of "+id)
+		}
+	}
 	list, err := b.warden.List(context.Background())
 	if err == nil {
 		for _, a := range list {

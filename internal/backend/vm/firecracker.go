@@ -25,6 +25,9 @@ func (b *Backend) newDriver(ctx context.Context, v vmm.Verdict) (vmm.Driver, err
 	return d, nil
 }
 
+// BootsFile keeps what the second stage of the probe found, in a backend's state folder.
+func BootsFile(state string) string { return filepath.Join(state, "boots.json") }
+
 const (
 	tryID     = "try-kvm"
 	tryMemory = 128 << 20 // octets
@@ -39,7 +42,7 @@ func (b *Backend) tryBoot(ctx context.Context, v vmm.Verdict) error {
 	if f.Accelerator != vmm.KVM || v.Boots != nil {
 		return nil
 	}
-	v = vmm.ProbeBoot(ctx, filepath.Join(b.cfg.StateDir, "boots.json"), v, f, b.kernel, b.bootOnce)
+	v = vmm.ProbeBoot(ctx, BootsFile(b.cfg.StateDir), v, f, b.kernel, b.bootOnce)
 	if v.Usable() {
 		return nil
 	}
