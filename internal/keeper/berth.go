@@ -154,12 +154,6 @@ func (bt *berth) prepare(k *Keeper) error {
 		o.fd("cgroup", fd)
 	}
 	o.fd("netns", bt.netns.fd)
-	if err := o.move("/dev")(clonePlain(k.tmpl.dev)); err != nil {
-		return err
-	}
-	if err := o.move("/sys")(clonePlain(k.tmpl.sys)); err != nil {
-		return err
-	}
 	for _, p := range k.cg.places() {
 		to := "/sys/fs/cgroup"
 		if p.at != "" {
@@ -171,7 +165,7 @@ func (bt *berth) prepare(k *Keeper) error {
 	}
 	o.do("proc", "/proc")
 	for _, m := range k.masks() {
-		o.do("mask", m)
+		o.do("mask", m.path, m.kind)
 	}
 	for _, m := range confine.ReadOnly() {
 		o.do("ro", m)

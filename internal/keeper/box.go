@@ -221,12 +221,15 @@ func (b *box) tellBirth(birth *Birth, uid uint32, ops []string, fds []int) error
 	return nil
 }
 
+// mask is a path that is hidden; kind is what process 1 is told of it.
+type mask struct{ path, kind string }
+
 // masks are what is hidden of /proc: of the policy's list what this kernel has and a sandbox could open.
-func (k *Keeper) masks() []string {
+func (k *Keeper) masks() []mask {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.maskList == nil {
-		k.maskList = []string{}
+		k.maskList = []mask{}
 		for _, m := range confine.Masks() {
 			var st unix.Stat_t
 			if unix.Lstat(m, &st) != nil {
@@ -237,7 +240,11 @@ func (k *Keeper) masks() []string {
 			if st.Mode&unix.S_IFMT == unix.S_IFREG && st.Uid == 0 && st.Mode&0o077 == 0 {
 				continue
 			}
-			k.maskList = append(k.maskList, m)
+			kind := "file"
+			if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+				kind = "folder"
+			}
+			k.maskList = append(k.maskList, mask{m, kind})
 		}
 	}
 	return k.maskList

@@ -42,7 +42,7 @@ type Keeper struct {
 	helper        int      // its descriptor
 	overlayByPath bool
 	features      map[string]string
-	maskList      []string       // guarded by mu
+	maskList      []mask         // guarded by mu
 	events        map[string]int // memory files of filters for process 1, by content; guarded by mu
 	crew          *crew
 	calls         *calls
@@ -264,7 +264,7 @@ func (k *Keeper) prepare() error {
 	if k.watcher, err = newWatcher(k.log); err != nil {
 		return err
 	}
-	k.spawner = newSpawner(k.cg, k.helper, k.tmpl.null, k.log)
+	k.spawner = newSpawner(k.cg, k.helper, k.tmpl, k.log)
 	k.overlayByPath = !probeOverlay(".")
 	k.features["cgroup"] = "hybrid"
 	if k.cg.pure() {
