@@ -94,7 +94,7 @@ func (k *Keeper) takeBerth(ctx context.Context, class string) (bt *berth, again 
 
 // makeBerth makes a berth. What it made before an error is gone.
 func (k *Keeper) makeBerth(ctx context.Context, class string) (bt *berth, err error) {
-	bt = &berth{grp: &group{g: k.cg, class: class, id: "s-" + strconv.FormatUint(k.berths.num.Add(1), 10), files: k.recent.files()}}
+	bt = &berth{grp: &group{g: k.cg, class: class, id: "s-" + strconv.FormatUint(k.berths.num.Add(1), 10), files: k.recent.files(), flat: !k.cg.pure()}}
 	defer func() {
 		if err != nil {
 			k.dropBerth(bt)
@@ -177,6 +177,35 @@ func (bt *berth) prepare(k *Keeper) error {
 		return fmt.Errorf("send PREPARE: %w", err)
 	}
 	return nil
+}
+
+// mask is a path that is hidden; kind is what process 1 is told of it.
+type mask struct{ path, kind string }
+
+// masks are what is hidden of /proc: of the policy's list what this kernel has and a sandbox could open.
+func (k *Keeper) masks() []mask {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.maskList == nil {
+		k.maskList = []mask{}
+		for _, m := range confine.Masks() {
+			var st unix.Stat_t
+			if unix.Lstat(m, &st) != nil {
+				continue
+			}
+			// What belongs to the machine's root and is open to nobody else is out of reach already: that uid is not mapped in the
+			// sandbox, so no capability of its root holds for the file. A bind over it would cost each birth and each end.
+			if st.Mode&unix.S_IFMT == unix.S_IFREG && st.Uid == 0 && st.Mode&0o077 == 0 {
+				continue
+			}
+			kind := "file"
+			if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+				kind = "folder"
+			}
+			k.maskList = append(k.maskList, mask{m, kind})
+		}
+	}
+	return k.maskList
 }
 
 // ops gathers operations of process 1 with their descriptors.

@@ -13,7 +13,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/guest/wire"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
@@ -219,35 +218,6 @@ func (b *box) tellBirth(birth *Birth, uid uint32, ops []string, fds []int) error
 		return fmt.Errorf("send birth: %w", err)
 	}
 	return nil
-}
-
-// mask is a path that is hidden; kind is what process 1 is told of it.
-type mask struct{ path, kind string }
-
-// masks are what is hidden of /proc: of the policy's list what this kernel has and a sandbox could open.
-func (k *Keeper) masks() []mask {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.maskList == nil {
-		k.maskList = []mask{}
-		for _, m := range confine.Masks() {
-			var st unix.Stat_t
-			if unix.Lstat(m, &st) != nil {
-				continue
-			}
-			// What belongs to the machine's root and is open to nobody else is out of reach already: that uid is not mapped in the
-			// sandbox, so no capability of its root holds for the file. A bind over it would cost each birth and each end.
-			if st.Mode&unix.S_IFMT == unix.S_IFREG && st.Uid == 0 && st.Mode&0o077 == 0 {
-				continue
-			}
-			kind := "file"
-			if st.Mode&unix.S_IFMT == unix.S_IFDIR {
-				kind = "folder"
-			}
-			k.maskList = append(k.maskList, mask{m, kind})
-		}
-	}
-	return k.maskList
 }
 
 func (k *Keeper) rlimits() []wire.Rlimit {

@@ -22,6 +22,8 @@ import (
 //	<v2>/dsec-<instance>/{keeper,ls,be}            ls is latency sensitive, be yields: two levels, because weights among
 //	<v2>/dsec-<instance>/{ls,be}/<id>/{init,cmd-N}  hundreds of siblings do not bound the tail
 //	<v1 controller>/dsec-<instance>/{ls,be}/<id>
+//
+// Without controllers in v2 process 1 needs no group of its own: it is in <id>, and there is no init but under runtimes.
 type cgroups struct {
 	name string            // dsec-<instance>
 	v2   string            // mount point
@@ -226,6 +228,7 @@ type group struct {
 	epoch int      // counts what take and put have done
 	files *kernelFiles
 	quiet quiet
+	flat  bool // process 1 is in the sandbox's group itself
 	// spent are groups that were killed. Since 6.14 a child that is cloned into a group with an earlier kill dies at once: the
 	// kernel compares the kill count of the parent's group with that of the new one.
 	spent sync.Map
@@ -329,8 +332,10 @@ func (b *group) make() error {
 	if err := b.mkdir(""); err != nil {
 		return err
 	}
-	if err := b.mkdir("", "init"); err != nil {
-		return err
+	if !b.flat {
+		if err := b.mkdir("", "init"); err != nil {
+			return err
+		}
 	}
 	for _, c := range b.g.limits {
 		if err := b.mkdir(c); err != nil {
@@ -349,7 +354,7 @@ func (b *group) make() error {
 // makes the namespace and moves into its own group. On a hybrid the limits' groups have no leaves, and each command has a namespace of
 // its own.
 func (b *group) cradle() []string {
-	if b.g.pure() {
+	if b.flat || b.g.pure() {
 		return nil
 	}
 	return []string{"init"}
@@ -557,7 +562,10 @@ func (b *group) freeze(on bool, within time.Duration, sub ...string) error {
 
 // names are the groups within the sandbox's. For the holder of box.mu.
 func (b *group) names() []string {
-	n := append([]string{"init"}, b.used...)
+	n := slices.Clone(b.used)
+	if !b.flat {
+		n = append(n, "init")
+	}
 	if b.next == 0 {
 		n = append(n, commandGroup(0)) // of a birth that did not come so far
 	}
