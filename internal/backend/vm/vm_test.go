@@ -165,6 +165,9 @@ func TestPausedMachineStandsStill(t *testing.T) {
 		if err := x.Start(within(t), command("c", "true")); err != nil {
 			t.Errorf("after a refused pause: %v", err)
 		}
+		if err := x.Destroy(within(t)); err != nil {
+			t.Fatal(err)
+		}
 		return
 	}
 	if err != nil {

@@ -101,9 +101,10 @@ func (c *Client) call(ctx context.Context, r *request, files ...*os.File) (answe
 		}
 	} else if err != nil {
 		if ctx.Err() != nil {
-			err = ctx.Err()
+			err = fmt.Errorf("warden: %s: %w", r.Op, ctx.Err())
+		} else { // it died over it
+			err = fmt.Errorf("warden: %s: %w: %w", r.Op, err, sandbox.ErrLost)
 		}
-		err = fmt.Errorf("warden: %s: %w", r.Op, err)
 	}
 	if err != nil {
 		for _, f := range out {

@@ -183,7 +183,11 @@ func run(ctx context.Context, stop func(), dir, instance string, log *slog.Logge
 	go func() {
 		// The kernel ends a monitor with the thread that started it, so that is one that never ends.
 		runtime.LockOSThread()
-		unix.Unshare(unix.CLONE_FS) // else it could not change its mount namespace; a jail then says so
+		// Else it could not change its mount namespace; a jail then says so. Its mask of modes is its own from then on, and is not to be
+		// that of the moment.
+		if unix.Unshare(unix.CLONE_FS) == nil {
+			unix.Umask(0o022)
+		}
 		for f := range w.spawn {
 			f()
 		}

@@ -22,6 +22,12 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "warden" {
 		os.Exit(warden.Main(os.Args[2:]))
 	}
+	if len(os.Args) > 1 && os.Args[1] == "jailer" {
+		os.Exit(jailer(os.Args[2], os.Args[3:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == "liar" {
+		os.Exit(liar(os.Args[2]))
+	}
 	os.Exit(m.Run())
 }
 
