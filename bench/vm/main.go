@@ -17,6 +17,9 @@ import (
 	"strings"
 	"time"
 
+	"connectrpc.com/connect"
+
+	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/bench/measure"
 	"github.com/dsec-dev/dsec/client"
 	"github.com/dsec-dev/dsec/internal/backend/vm"
@@ -27,10 +30,13 @@ func main() {
 	clones := flag.Int("clones", 20, "clones that live at once")
 	execs := flag.Int("execs", 200, "commands in an open session")
 	prefix := flag.String("prefix", "vm", "begin of the lines' names")
+	flag.StringVar(&settings, "settings", "", "more lines for [vm] of the config, separated by semicolons")
+	withPlain := flag.Bool("plain", true, "measure plain QEMU beside")
+	flag.Float64Var(&cpus, "cpu", 0, "CPUs of each sandbox, 0 for no cap")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
-	if err := run(ctx, *prefix, *cold, *clones, *execs); err != nil {
+	if err := run(ctx, *prefix, *cold, *clones, *execs, *withPlain); err != nil {
 		fmt.Fprintln(os.Stderr, "bench vm:", err)
 		os.Exit(1)
 	}
@@ -38,7 +44,12 @@ func main() {
 
 const memory = 128 << 20
 
-func run(ctx context.Context, prefix string, cold, clones, execs int) error {
+var (
+	settings string
+	cpus     float64
+)
+
+func run(ctx context.Context, prefix string, cold, clones, execs int, withPlain bool) error {
 	kernel := vm.FindKernel("/var/lib/dsec")
 	if kernel == "" {
 		measure.Note("vm: no kernel for guests (make guest-kernel, or DSEC_GUEST_KERNEL): nothing to measure")
@@ -48,24 +59,26 @@ func run(ctx context.Context, prefix string, cold, clones, execs int) error {
 	if err != nil {
 		return err
 	}
-	plain, err := plainAll(ctx, kernel, cold)
-	if err != nil {
-		return err
-	}
 	measure.Print(prefix+".cold", boots.Percentile(50).Seconds(), "s")
-	measure.Print(prefix+".plain.cold", plain.Percentile(50).Seconds(), "s")
-	measure.Print("ratio."+prefix+".cold_vs_plain", boots.Percentile(50).Seconds()/plain.Percentile(50).Seconds(), "x")
+	if withPlain {
+		plain, err := plainAll(ctx, kernel, cold)
+		if err != nil {
+			return err
+		}
+		measure.Print(prefix+".plain.cold", plain.Percentile(50).Seconds(), "s")
+		measure.Print("ratio."+prefix+".cold_vs_plain", boots.Percentile(50).Seconds()/plain.Percentile(50).Seconds(), "x")
+	}
 	return cloneAll(ctx, prefix, boots, clones, execs)
 }
 
-// server starts one whose settings are in a file.
-func server(ctx context.Context, settings string) (s *measure.Server, end func() error, err error) {
+// server starts one with more lines of [vm].
+func server(ctx context.Context, more string) (s *measure.Server, end func() error, err error) {
 	f, err := os.CreateTemp("", "dsec-bench-*.toml")
 	if err != nil {
 		return nil, nil, err
 	}
 	defer f.Close()
-	if _, err := f.WriteString(settings); err != nil {
+	if _, err := f.WriteString("[vm]\n" + more + "\n" + strings.ReplaceAll(settings, ";", "\n") + "\n"); err != nil {
 		return nil, nil, err
 	}
 	s, err = measure.StartEmpty(ctx, measure.Config{Pool: "2g", Args: []string{"--config", f.Name()}})
@@ -90,6 +103,7 @@ func server(ctx context.Context, settings string) (s *measure.Server, end func()
 func options(s *measure.Server) client.Options {
 	o := s.Options()
 	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 1<<30, 3*time.Minute
+	o.CPU = cpus
 	return o
 }
 
@@ -113,7 +127,7 @@ func first(ctx context.Context, s *measure.Server) (*client.Sandbox, time.Durati
 
 // bootAll makes sandboxes whose machines boot.
 func bootAll(ctx context.Context, n int) (out *measure.Sample, err error) {
-	s, end, err := server(ctx, "[vm]\nno_templates = true\n")
+	s, end, err := server(ctx, "no_templates = true")
 	if err != nil {
 		return nil, err
 	}
@@ -229,16 +243,16 @@ func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs
 	before, at := cpuOf(pids), time.Now()
 	time.Sleep(10 * time.Second)
 	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(n), "%")
-	if err := wake(ctx, prefix, boxes); err != nil {
+	if err := wake(ctx, s, prefix, boxes); err != nil {
 		return err
 	}
 	return session(ctx, prefix, boxes[0], execs)
 }
 
-func wake(ctx context.Context, prefix string, boxes []*client.Sandbox) error {
+func wake(ctx context.Context, s *measure.Server, prefix string, boxes []*client.Sandbox) error {
 	woken := &measure.Sample{}
 	for _, b := range boxes[:min(len(boxes), 10)] {
-		if err := b.Pause(ctx); err != nil {
+		if err := pause(ctx, s, b); err != nil {
 			return err
 		}
 		began := time.Now()
@@ -249,6 +263,20 @@ func wake(ctx context.Context, prefix string, boxes []*client.Sandbox) error {
 	}
 	measure.Print(prefix+".wake", woken.Percentile(50).Seconds(), "s")
 	return nil
+}
+
+// pause takes the level that the monitor has.
+func pause(ctx context.Context, s *measure.Server, b *client.Sandbox) error {
+	err := b.Pause(ctx)
+	if connect.CodeOf(err) != connect.CodeUnimplemented {
+		return err
+	}
+	q := connect.NewRequest(&dsecv1.PauseRequest{Id: b.ID, Level: "saved"})
+	r, err := s.Client.Sandboxes.Pause(ctx, q)
+	if err == nil && len(r.Msg.Errors) > 0 {
+		err = errors.New(r.Msg.Errors[0].Message)
+	}
+	return err
 }
 
 func session(ctx context.Context, prefix string, b *client.Sandbox, n int) error {
@@ -271,14 +299,14 @@ func session(ctx context.Context, prefix string, b *client.Sandbox, n int) error
 	return nil
 }
 
-// monitors are the processes of QEMU whose machines have their sockets below the folder.
+// monitors are the processes of QEMU or Firecracker whose machines have their folders below the folder.
 func monitors(dir string) (pids []int) {
 	list, _ := os.ReadDir(filepath.Join(dir, "run"))
 	names := map[string]bool{}
 	for _, e := range list {
 		machines, _ := os.ReadDir(filepath.Join(dir, "run", e.Name()))
 		for _, m := range machines {
-			names["dsec-"+m.Name()] = m.IsDir()
+			names["dsec-"+m.Name()], names[m.Name()] = m.IsDir(), m.IsDir()
 		}
 	}
 	procs, _ := os.ReadDir("/proc")
@@ -289,8 +317,9 @@ func monitors(dir string) (pids []int) {
 		}
 		text, _ := os.ReadFile("/proc/" + p.Name() + "/cmdline")
 		for _, arg := range strings.Split(string(text), "\x00") {
-			if names[arg] && strings.Contains(string(text), "qemu") {
+			if names[arg] && (strings.Contains(string(text), "qemu") || strings.Contains(string(text), "firecracker")) {
 				pids = append(pids, pid)
+				break
 			}
 		}
 	}

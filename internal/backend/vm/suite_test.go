@@ -8,10 +8,14 @@ import (
 	"github.com/dsec-dev/dsec/internal/backend/vm"
 	"github.com/dsec-dev/dsec/internal/backend/vm/vmtest"
 	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
+	"github.com/dsec-dev/dsec/test/firecracker"
 )
 
 func TestMain(m *testing.M) {
 	vmtest.Main()
+	if len(os.Args) > 1 && os.Args[1] == "firecracker" {
+		os.Exit(firecracker.Main(os.Args[2:]))
+	}
 	containertest.Main()
 	os.Exit(m.Run())
 }
