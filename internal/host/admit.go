@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -131,10 +133,21 @@ func (h *Host) able(s *sandbox.Spec) (sandbox.Backend, error) {
 
 // readMemory reads the machine's memory in octets.
 func readMemory() (total, available int64, err error) {
-	data, err := os.ReadFile("/proc/meminfo")
+	// By hand: os.ReadFile has the runtime's poller watch the file, which wakes a thread for nothing.
+	fd, err := unix.Open("/proc/meminfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return 0, 0, err
+		return 0, 0, fmt.Errorf("open /proc/meminfo: %w", err)
 	}
+	defer unix.Close(fd)
+	data := make([]byte, 4096)
+	n, err := unix.Read(fd, data)
+	for err == unix.EINTR {
+		n, err = unix.Read(fd, data)
+	}
+	if err != nil {
+		return 0, 0, fmt.Errorf("read /proc/meminfo: %w", err)
+	}
+	data = data[:n]
 	field := func(name string) int64 {
 		_, rest, _ := bytes.Cut(data, []byte(name+":"))
 		line, _, _ := bytes.Cut(rest, []byte("kB"))

@@ -23,18 +23,58 @@ type berth struct {
 }
 
 // berths keeps some berths of the class that most sandboxes are of. A birth that finds none makes its own. What was taken is made again
-// when the birth has ended, so as not to work against it.
+// when the birth has ended, so as not to work against it; the first one that misses waits for a quiet moment or the end of a sandbox,
+// since one that was just made has a first command.
 type berths struct {
 	ready chan *berth
 	room  chan struct{} // one for each that is to be made
 	num   atomic.Uint64 // names groups; those of an earlier keeper were swept
+	last  atomic.Int64  // when something went on in the keeper, ns since the epoch
+	end   chan struct{} // a sandbox was removed
+}
+
+const (
+	quietTime = 3 * time.Millisecond  // without anything that goes on
+	quietWait = 20 * time.Millisecond // for such a moment, at most
+)
+
+// stir tells that something goes on.
+func (p *berths) stir() { p.last.Store(time.Now().UnixNano()) }
+
+// removed tells that a sandbox has gone.
+func (p *berths) removed() {
+	select {
+	case p.end <- struct{}{}:
+	default:
+	}
+}
+
+// awaitQuiet returns when it is quiet, a sandbox has gone, more than one berth misses, or it has waited for long enough.
+func (p *berths) awaitQuiet(ctx context.Context) {
+	select {
+	case <-p.end: // an earlier one
+	default:
+	}
+	for end := time.Now().Add(quietWait); len(p.ready) >= Berths-1; {
+		rest := min(quietTime-time.Since(time.Unix(0, p.last.Load())), time.Until(end))
+		if rest <= 0 {
+			return
+		}
+		select {
+		case <-time.After(max(rest, quietTime)):
+		case <-p.end:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // Berths is how many groups of no sandbox a keeper has beside those of its sandboxes, at most.
 const Berths = 4
 
 func newBerths() *berths {
-	p := &berths{ready: make(chan *berth, Berths), room: make(chan struct{}, Berths)}
+	p := &berths{ready: make(chan *berth, Berths), room: make(chan struct{}, Berths), end: make(chan struct{}, 1)}
 	for range Berths {
 		p.room <- struct{}{}
 	}
@@ -56,6 +96,7 @@ func (p *berths) run(ctx context.Context, k *Keeper, log *slog.Logger) {
 				}
 			}
 		}
+		p.awaitQuiet(ctx)
 		bt, err := k.makeBerth(ctx, classLS)
 		if err != nil {
 			p.room <- struct{}{}

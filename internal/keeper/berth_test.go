@@ -1,12 +1,15 @@
 package keeper
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -130,5 +133,59 @@ func TestNothingBelowTheRoot(t *testing.T) {
 	}
 	if pid := berthsOf(h.cfg.Instance)[l[0].Born.Group]; pid != l[0].Born.Pid {
 		t.Errorf("process 1 is %d, in the group told there is %d", l[0].Born.Pid, pid)
+	}
+}
+
+// The first berth that misses waits for a quiet moment, others do not.
+func TestBerthsWaitForQuiet(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		ready   int
+		every   time.Duration // something goes on; 0: nothing
+		removed time.Duration // a sandbox has gone then; 0: none
+		stale   bool          // one had gone before
+		from    time.Duration
+		to      time.Duration
+	}{
+		{"quiet", Berths - 1, 0, 0, false, quietTime, quietTime},
+		{"stirred all the time", Berths - 1, time.Millisecond, 0, false, quietWait, quietWait + quietTime},
+		{"a sandbox goes", Berths - 1, time.Millisecond, 7 * time.Millisecond, false, 7 * time.Millisecond, 7 * time.Millisecond},
+		{"a sandbox had gone", Berths - 1, 0, 0, true, quietTime, quietTime},
+		{"two miss", Berths - 2, time.Millisecond, 0, false, 0, 0},
+		{"all miss", 0, time.Millisecond, 0, false, 0, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newBerths()
+				for range c.ready {
+					p.ready <- &berth{}
+				}
+				if c.stale {
+					p.removed()
+				}
+				p.stir()
+				ctx, cancel := context.WithCancel(t.Context())
+				var stirring sync.WaitGroup
+				if c.every > 0 {
+					stirring.Go(func() {
+						for ctx.Err() == nil {
+							time.Sleep(c.every)
+							p.stir()
+						}
+					})
+				}
+				if c.removed > 0 {
+					time.AfterFunc(c.removed, p.removed)
+				}
+				start := time.Now()
+				p.awaitQuiet(ctx)
+				took := time.Since(start)
+				cancel()
+				stirring.Wait()
+				if took < c.from || took > c.to {
+					t.Errorf("waited %v, want %v to %v", took, c.from, c.to)
+				}
+			})
+		})
 	}
 }

@@ -304,6 +304,7 @@ func (b *box) tellFrame(f wire.Frame) error {
 
 // guestFrame handles one frame of process 1; an error ends the sandbox, since its word can't be trusted any more.
 func (b *box) guestFrame(f wire.Frame) error {
+	b.k.berths.stir()
 	b.mu.Lock()
 	c := b.byNum[f.ID]
 	b.mu.Unlock()

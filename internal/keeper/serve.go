@@ -167,8 +167,10 @@ func (l *link) request(f frame) {
 	l.cancels[f.num] = cancel
 	l.mu.Unlock()
 	l.work.Add(1)
+	l.k.berths.stir()
 	l.k.crew.run(func() {
 		defer l.work.Done()
+		defer l.k.berths.stir()
 		defer func() {
 			l.mu.Lock()
 			delete(l.cancels, f.num)
@@ -185,6 +187,9 @@ func (l *link) request(f frame) {
 		}
 		l.c.write(kindResponse, f.op, f.num, func(b []byte) []byte { return appendValue(append(b, 0), resp) }, nil, fds...)
 		closeAll(fds)
+		if f.op == opDestroy {
+			l.k.berths.removed()
+		}
 	})
 }
 
