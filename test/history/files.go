@@ -20,6 +20,38 @@ func (c *checker) files(s *story) {
 	if b.Files == nil || s.over {
 		return
 	}
+	m := s.told()
+	g := &group{box: b, step: "files"}
+	for p, want := range m.all {
+		if got, ok := b.Files[p]; (!ok || got != want) && !m.isVague(p) {
+			c.fail(g, "files", "%s is %s (there: %v), by the log %s", p, brief([]byte(got)), ok, brief([]byte(want)))
+		}
+	}
+	for p := range b.Files {
+		if _, ok := m.all[p]; !ok && !m.isVague(p) {
+			c.fail(g, "files", "%s is there, and by the log it is not", p)
+		}
+	}
+}
+
+// Certain lists the paths of a sandbox, in their order, whose octets its log tells for certain; folders end with a slash.
+func Certain(b *Box) (out []string) {
+	s := tell(b)
+	if b.Files == nil || s.over {
+		return nil
+	}
+	m := s.told()
+	for _, p := range slices.Sorted(maps.Keys(b.Files)) {
+		if !m.isVague(p) {
+			out = append(out, p)
+		}
+	}
+	return out
+}
+
+// told is what the log tells of the sandbox's files.
+func (s *story) told() *model {
+	b := s.box
 	m := &model{root: b.Root, all: map[string]string{}, vague: map[string]bool{}}
 	var open []*dsecv1.LogRecord
 	place := map[*dsecv1.LogRecord][]string{}
@@ -62,17 +94,7 @@ func (c *checker) files(s *story) {
 	for _, o := range open {
 		m.blur(place[o])
 	}
-	g := &group{box: b, step: "files"}
-	for p, want := range m.all {
-		if got, ok := b.Files[p]; (!ok || got != want) && !m.isVague(p) {
-			c.fail(g, "files", "%s is %s (there: %v), by the log %s", p, brief([]byte(got)), ok, brief([]byte(want)))
-		}
-	}
-	for p := range b.Files {
-		if _, ok := m.all[p]; !ok && !m.isVague(p) {
-			c.fail(g, "files", "%s is there, and by the log it is not", p)
-		}
-	}
+	return m
 }
 
 // remade is what a restore makes of its base: what it did again is done, what it left out or came to something else is not certain.

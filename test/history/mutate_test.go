@@ -318,11 +318,12 @@ var mutations = []struct {
 		return true
 	}, history.Stdin},
 	{"a file has other octets than the log says", []string{"files"}, func(h *history.History, c *history.Call) bool {
-		for _, p := range slices.Sorted(maps.Keys(h.Boxes[c.Box].Files)) {
-			h.Boxes[c.Box].Files[p] += "x"
-			return len(history.Check(h)) > 0 || p[len(p)-1] != '/' // what is not certain is not compared
+		certain := history.Certain(h.Boxes[c.Box]) // nothing else is compared
+		if len(certain) == 0 {
+			return false
 		}
-		return false
+		h.Boxes[c.Box].Files[certain[0]] += "x"
+		return true
 	}, ""},
 	{"a file is there that the log does not know", []string{"files"}, func(h *history.History, c *history.Call) bool {
 		if h.Boxes[c.Box].Files == nil || h.Boxes[c.Box].ID != c.ID {
