@@ -37,13 +37,14 @@ type fncallRunCmd struct {
 	Job    string            `help:"Job." placeholder:"NAME"`
 	Key    string            `name:"call-key" help:"The same key again gives the recorded answer." placeholder:"KEY"`
 	Pooled bool              `help:"Use user namespaces again."`
+	GPU    string            `name:"gpu" help:"Device for the run: a place on one (shared), or one that nobody else has (exclusive)." enum:",shared,exclusive" default:"" placeholder:"MODE"`
 	Argv   []string          `arg:"" passthrough:"" help:"Source file of a language (by its name, or --lang) and its arguments; else a command, behind --."`
 }
 
 var langOfName = map[string]string{".c": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp", ".go": "go", ".py": "python", ".js": "javascript", ".sh": "bash", ".java": "java", ".rs": "rust"}
 
 func (x *fncallRunCmd) call() (q client.Call, err error) {
-	q = client.Call{Lang: x.Lang, Environment: x.Env, Env: x.Var, Job: x.Job, Key: x.Key, Pooled: x.Pooled,
+	q = client.Call{Lang: x.Lang, Environment: x.Env, Env: x.Var, Job: x.Job, Key: x.Key, Pooled: x.Pooled, GPU: x.GPU,
 		Limits: &dsecv1.CallLimits{CpuMs: x.CPU.Milliseconds(), WallMs: x.Wall.Milliseconds(), Memory: int64(x.Memory), Processes: x.Procs, Output: int64(x.Cap)}}
 	argv := afterDashes(x.Argv)
 	if len(argv) == 0 {
