@@ -27,8 +27,9 @@ type CopyProgress struct {
 // copyParallel is how many objects a Copy moves at once.
 const copyParallel = 4
 
-// Copy copies objects and is resumed by doing it again: a key that dst has with the same size is left alone, and a store that shares chunks
-// takes only those that it lacks. An object whose key is blobs/<hex> must have this sha256. progress may be nil; it is called one call at a
+// Copy copies objects and is resumed by doing it again: what dst has is left alone, a large object that broke off in a folder goes on where it
+// did, and a store that shares chunks takes only those that it lacks. An object whose key is blobs/<hex> must have this sha256, in src and, where dst
+// is a folder, also what was there already; elsewhere an object of the same size counts as the same. progress may be nil; it is called one call at a
 // time, at least once for each object.
 func Copy(ctx context.Context, dst, src Store, keys []string, progress func(CopyProgress)) (CopyProgress, error) {
 	var mu sync.Mutex
@@ -73,16 +74,29 @@ func Copy(ctx context.Context, dst, src Store, keys []string, progress func(Copy
 	return done, err
 }
 
+var errDigest = fmt.Errorf("the source's object does not have its digest: %w", sandbox.ErrLost)
+
 func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (skipped bool, err error) {
 	from, err := src.Stat(ctx, key)
 	if err != nil {
 		return false, err
 	}
+	want := ""
+	if name, blob := strings.CutPrefix(key, "blobs/"); blob && len(name) == 2*sha256.Size {
+		if _, err := hex.DecodeString(name); err == nil {
+			want = name
+		}
+	}
 	to, err := dst.Stat(ctx, key)
 	if err == nil && to.Size == from.Size {
-		return true, nil
-	}
-	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		p, ok := dst.(prover)
+		if !ok || want == "" {
+			return true, nil
+		}
+		if skipped, err = p.proves(ctx, key, want); skipped || err != nil {
+			return skipped, err
+		}
+	} else if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return false, err
 	}
 	r, err := src.Open(ctx, key)
@@ -90,37 +104,97 @@ func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (
 		return false, err
 	}
 	defer r.Close()
-	d, err := dst.Create(ctx)
+	for again := false; ; again = true {
+		resumed, err := copyRest(ctx, dst, r, key, want, moved)
+		if !resumed || again || !errors.Is(err, errDigest) {
+			return false, err
+		}
+		// What was there of it may be what is wrong, and is gone now.
+	}
+}
+
+// copyRest copies what dst does not have yet of an object; resumed says that it had some.
+func copyRest(ctx context.Context, dst Store, r Reader, key, want string, moved func(int)) (resumed bool, err error) {
+	var d Draft
+	have := int64(0)
+	forget := func() {}
+	if p, ok := dst.(resumer); ok && want != "" && r.Size() > copyPiece {
+		var part partDraft
+		if part, have, err = p.resume(ctx, want); err == nil {
+			d, forget = part, part.forget
+		}
+	} else {
+		d, err = dst.Create(ctx)
+	}
 	if err != nil {
 		return false, err
 	}
-	defer d.Discard()
-	var sum hash.Hash
-	name, blob := strings.CutPrefix(key, "blobs/")
-	if _, err := hex.DecodeString(name); blob && err == nil && len(name) == 64 {
-		sum = sha256.New()
+	defer func() {
+		if err != nil && (errors.Is(err, errDigest) || errors.Is(err, sandbox.ErrExhausted)) {
+			forget() // wrong octets, or octets on a full disk
+		}
+		d.Discard()
+	}()
+	if have > r.Size() {
+		have = 0
 	}
-	buf := make([]byte, 4<<20)
-	for off := int64(0); off < r.Size(); {
-		p := buf[:min(int64(len(buf)), r.Size()-off)]
-		n, err := ReadAt(ctx, r, p, off)
+	if err := d.Truncate(have); err != nil {
+		return false, err
+	}
+	resumed = have > 0
+	sum := sha256.New()
+	if resumed {
+		if err := hashRange(ctx, sum, d, 0, have, nil); err != nil {
+			return resumed, err
+		}
+	}
+	err = hashRange(ctx, sum, r, have, r.Size(), func(p []byte, off int64) error {
+		if _, err := d.WriteAt(p, off); err != nil {
+			return err
+		}
+		moved(len(p))
+		return nil
+	})
+	if err != nil {
+		return resumed, err
+	}
+	if want != "" && hex.EncodeToString(sum.Sum(nil)) != want {
+		return resumed, errDigest
+	}
+	return resumed, d.Publish(ctx, key)
+}
+
+const copyPiece = 4 << 20
+
+// hashRange reads a range in pieces, adds them to the hash and passes them on; each may be nil.
+func hashRange(ctx context.Context, h hash.Hash, r io.ReaderAt, off, end int64, each func(p []byte, off int64) error) error {
+	buf := make([]byte, max(0, min(copyPiece, end-off)))
+	for off < end {
+		p := buf[:min(int64(len(buf)), end-off)]
+		n, err := readAt(ctx, r, p, off)
 		if n < len(p) {
 			if err == nil || err == io.EOF {
 				err = io.ErrUnexpectedEOF
 			}
-			return false, err
+			return err
 		}
-		if sum != nil {
-			sum.Write(p)
-		}
-		if _, err := d.Write(p); err != nil {
-			return false, err
+		h.Write(p)
+		if each != nil {
+			if err := each(p, off); err != nil {
+				return err
+			}
 		}
 		off += int64(n)
-		moved(n)
 	}
-	if sum != nil && hex.EncodeToString(sum.Sum(nil)) != name {
-		return false, fmt.Errorf("the source's object does not have its digest: %w", sandbox.ErrLost)
+	return nil
+}
+
+func readAt(ctx context.Context, r io.ReaderAt, p []byte, off int64) (int, error) {
+	if c, ok := r.(Reader); ok {
+		return ReadAt(ctx, c, p, off)
 	}
-	return false, d.Publish(ctx, key)
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	return r.ReadAt(p, off)
 }

@@ -1,0 +1,185 @@
+package store
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// resumer is a store that goes on with a draft of an object that broke off.
+type resumer interface {
+	// resume returns a draft of the object with this sha256 (hex) and how many octets it has. Discard keeps it, unless forget was called.
+	resume(ctx context.Context, sum string) (partDraft, int64, error)
+}
+
+type partDraft interface {
+	Draft
+	forget() // Discard removes it
+}
+
+// prover is a store whose objects are cheap to compare with the digest in their key.
+type prover interface {
+	// proves tells whether the object blobs/<sum> is there in whole.
+	proves(ctx context.Context, key, sum string) (bool, error)
+}
+
+const partPrefix = "part-"
+
+// machine tells this boot of this machine from others that share a folder: only here does a lock tell whether a draft's writer lives, and what a
+// writer left is whole only until the machine ends.
+func machine() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	h := fnv.New64a()
+	h.Write(id)
+	return hex.EncodeToString(h.Sum(nil))
+}
+
+func (d *Dir) resume(ctx context.Context, sum string) (partDraft, int64, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, 0, err
+	}
+	drafts := filepath.Join(d.root, draftFolder)
+	stem := ""
+	if m := machine(); m != "" {
+		stem = partPrefix + sum + "-" + m + "-"
+		f, have, err := takePart(drafts, stem)
+		if err != nil {
+			return nil, 0, fmt.Errorf("resume draft: %w", err)
+		}
+		if f != nil {
+			return &dirPart{draft: &draft{File: f, dir: d, at: have, end: have}, sum: sum}, have, nil
+		}
+	}
+	var f *os.File
+	err := patient(ctx, func() (err error) {
+		f, err = os.CreateTemp(drafts, stem+"*")
+		return err
+	})
+	if err != nil {
+		return nil, 0, fmt.Errorf("create draft: %w", full(err))
+	}
+	p := &dirPart{draft: &draft{File: f, dir: d}, sum: sum}
+	if stem == "" || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+		p.forget() // nobody could tell later whether this one lives
+	}
+	return p, 0, nil
+}
+
+// takePart takes over the longest draft whose writer has ended; nil when there is none.
+func takePart(folder, stem string) (taken *os.File, have int64, err error) {
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, e := range entries {
+		if !strings.HasPrefix(e.Name(), stem) {
+			continue
+		}
+		name := filepath.Join(folder, e.Name())
+		f, err := os.OpenFile(name, os.O_RDWR|syscall.O_NOFOLLOW, 0)
+		if err != nil {
+			continue // published or removed meanwhile
+		}
+		info, err := f.Stat()
+		if err != nil || !info.Mode().IsRegular() || info.Size() <= have || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+			f.Close()
+			continue
+		}
+		// Its writer may have published or removed it before it let go.
+		if now, err := os.Lstat(name); err != nil || !os.SameFile(now, info) {
+			f.Close()
+			continue
+		}
+		if taken != nil {
+			taken.Close()
+		}
+		taken, have = f, info.Size()
+	}
+	return taken, have, nil
+}
+
+// sweepParts removes drafts of an object that is there now.
+func (d *Dir) sweepParts(sum string) {
+	m := machine()
+	if m == "" {
+		return
+	}
+	for { // each once: the file that was taken is removed
+		f, _, err := takePart(filepath.Join(d.root, draftFolder), partPrefix+sum+"-"+m+"-")
+		if err != nil || f == nil {
+			return
+		}
+		err = os.Remove(f.Name())
+		f.Close()
+		if err != nil {
+			return
+		}
+	}
+}
+
+// dirPart is a draft that is kept when it breaks off. Its lock goes with its descriptor.
+type dirPart struct {
+	*draft
+	sum  string
+	gone bool
+}
+
+func (p *dirPart) Publish(ctx context.Context, key string) error {
+	err := p.draft.Publish(ctx, key)
+	if err == nil {
+		p.dir.sweepParts(p.sum)
+	}
+	return err
+}
+
+func (p *dirPart) forget() { p.gone = true }
+
+func (p *dirPart) Discard() error {
+	if p.done {
+		return nil
+	}
+	if p.gone || p.end == 0 {
+		return p.draft.Discard()
+	}
+	p.done = true
+	return p.Close()
+}
+
+// proves reads the file: what lies on a disk for long may not be what was written.
+func (d *Dir) proves(ctx context.Context, key, sum string) (bool, error) {
+	r, err := d.Open(ctx, key)
+	if errors.Is(err, sandbox.ErrNotFound) || errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer r.Close()
+	h := sha256.New()
+	if err := hashRange(ctx, h, r, 0, r.Size(), nil); err != nil {
+		if errors.Is(err, sandbox.ErrLost) {
+			return false, nil
+		}
+		return false, err
+	}
+	same := hex.EncodeToString(h.Sum(nil)) == sum
+	if same {
+		d.sweepParts(sum)
+	}
+	return same, nil
+}
