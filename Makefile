@@ -1,4 +1,4 @@
-# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory|vm | torture | test-kernels | generate
+# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory|vm|firecracker | torture | test-kernels | generate
 SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
@@ -42,6 +42,11 @@ torture: deps build debian-kernel
 .PHONY: test-kernels
 test-kernels:
 	test/kernels/run.sh
+
+# dsec with the operator's Firecracker (DSEC_FIRECRACKER, DSEC_JAILER) in a nested machine: docs/ops/firecracker.md.
+.PHONY: test-firecracker
+test-firecracker:
+	test/firecracker/run.sh
 
 # A small kernel for microvm and vm, from Debian's source: docs/ops/vms.md.
 .PHONY: guest-kernel

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh create|exec|idle|trajectory|dedup|images|burst|fncall|vm [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
+# run.sh create|exec|idle|trajectory|dedup|images|burst|fncall|vm|firecracker [N]: one benchmark on a dsec of its own. Figures on standard output, remarks on standard error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-} n=${2:-} program=${1:-}
@@ -15,11 +15,13 @@ case "$what" in
     scripts/bench_wheels.sh bin/bench-wheels && args+=(-wheels bin/bench-wheels) || echo "# no wheels: files are edited instead" >&2 ;;
   images) scripts/deps.sh mmdebstrap:mmdebstrap; args=() ;;
   vm) scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mkfs.ext4:e2fsprogs; args=(${n:+-clones "$n"}) ;;
+  firecracker) # in a nested machine
+    exec test/firecracker/run.sh -m "${MEMORY:-6000}" -b "-clones ${n:-30} ${BENCH_FLAGS:-}" ;;
   fncall) scripts/deps.sh crun:crun bwrap:bubblewrap mmdebstrap:mmdebstrap gcc:gcc # python and C++ on an environment that is made once
     env=bin/fncall-env.tar; [ -f "$env" ] || scripts/fncall_env.sh "$env" || env=
     args=(${env:+-env "$env"}) ;;
   burst) scripts/deps.sh mmdebstrap:mmdebstrap; args=(-burst) program=images ;;
-  *) echo "usage: make bench B=create|exec|idle|trajectory|dedup|images|burst|fncall|vm [N=1000]" >&2; exit 2 ;;
+  *) echo "usage: make bench B=create|exec|idle|trajectory|dedup|images|burst|fncall|vm|firecracker [N=1000]" >&2; exit 2 ;;
 esac
 [ -x "${DSEC:-bin/dsec}" ] || { echo "bench: ${DSEC:-bin/dsec} is missing; make build" >&2; exit 1; }
 CGO_ENABLED=0 ${GO:-go} build -o "bin/bench-$program" "./bench/$program"

@@ -32,10 +32,19 @@ func main() {
 	prefix := flag.String("prefix", "vm", "begin of the lines' names")
 	flag.StringVar(&settings, "settings", "", "more lines for [vm] of the config, separated by semicolons")
 	withPlain := flag.Bool("plain", true, "measure plain QEMU beside")
+	many := flag.Int("crowd", 0, "clones of one template that live at once, each paused once it has answered; measures this alone")
+	wakes := flag.Int("wakes", 40, "clones of -crowd that are woken again")
 	flag.Float64Var(&cpus, "cpu", 0, "CPUs of each sandbox, 0 for no cap")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
+	if *many > 0 {
+		if err := crowd(ctx, *prefix, *many, *wakes); err != nil {
+			fmt.Fprintln(os.Stderr, "bench vm:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	if err := run(ctx, *prefix, *cold, *clones, *execs, *withPlain); err != nil {
 		fmt.Fprintln(os.Stderr, "bench vm:", err)
 		os.Exit(1)
@@ -102,7 +111,7 @@ func server(ctx context.Context, more string) (s *measure.Server, end func() err
 
 func options(s *measure.Server) client.Options {
 	o := s.Options()
-	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 1<<30, 3*time.Minute
+	o.Backend, o.AllowDegraded, o.Memory, o.Disk, o.Deadline = "microvm", true, memory, 1<<30, 15*time.Minute
 	o.CPU = cpus
 	return o
 }

@@ -1,5 +1,7 @@
 # Functions for tests in QEMU machines with Debian's kernels; sourced by run.sh beside it and by test/firecracker/run.sh. They want these
-# variables: cache (a folder that stays), work (one that does not), mirror, memory (MiB), cpus, rootimage (the first disk).
+# variables: cache (a folder that stays), work (one that does not), mirror, memory (MiB), cpus, rootimage (the first disk); and take
+# qemu_program, cpu, append (of the kernel's command line), seconds, silence (a bound on that of the console, in seconds) and out (a
+# folder for logs).
 
 apt() { # command of apt, arguments: with sources and lists of its own
   local cmd=$1; shift
@@ -77,24 +79,34 @@ initramfs() { # kernel
   (cd "$dir" && find . | busybox cpio -o -H newc 2>/dev/null) >"$work/initramfs-$1.img"
 }
 
+# watch ends a machine whose console has been silent for too long: it hangs. With dsec.heartbeat process 1 says every 10 s that it lives.
+watch() { # console, pid, seconds
+  while kill -0 "$2" 2>/dev/null; do
+    sleep 5
+    if [ $(($(date +%s) - $(stat -c %Y "$1"))) -gt "$3" ]; then echo "silent for $3 s: ended"; kill "$2"; return; fi
+  done
+}
+
 # boot runs a kernel with the first and the second disk until it powers off. cpu and append say what it has beyond the default.
 boot() { # kernel
   local k=$1 khz status=0
   khz=$(awk '/^cpu MHz/ {printf "%d", $4 * 1000; exit}' /proc/cpuinfo)
   # tsc hints: without them the clock's calibration under TCG fails now and then, and the machine never boots.
-  timeout "${seconds:-5400}" qemu-system-x86_64 -nodefaults -no-user-config -display none -no-reboot -accel tcg,thread=multi,tb-size=512 -M q35 -cpu "${cpu:-max}" \
+  timeout "${seconds:-5400}" ${qemu_program:-qemu-system-x86_64} -nodefaults -no-user-config -display none -no-reboot -accel tcg,thread=multi,tb-size=512 -M q35 -cpu "${cpu:-max}" \
     -smp "$cpus" -m "$memory" -kernel "$cache/$k/vmlinuz" -initrd "$work/initramfs-$k.img" -serial stdio \
     -append "console=ttyS0 quiet panic=-1 tsc_early_khz=${khz:-2500000} no_timer_check tsc=reliable net.ifnames=0 ${append:-}" \
     -drive "file=$rootimage,format=raw,if=virtio,snapshot=on" -drive "file=$work/second-$k.img,format=raw,if=virtio,cache=unsafe" \
     </dev/null >"$work/console-$k" 2>&1 &
   qemu=$!
-  tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|seen: |[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' || true
+  [ -z "${silence:-}" ] || watch "$work/console-$k" "$qemu" "$silence" &
+  tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|.*seen: |# |bench|[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' || true
   wait "$qemu" || status=$?
   qemu=""
-  out=$cache/out/$k; rm -rf "$out"; mkdir -p "$out"
-  tr -d '\r' <"$work/console-$k" >"$out/console.log"
-  debugfs -R "rdump out $out" "$work/second-$k.img" >/dev/null 2>&1 || true
+  local logs=${out:-$cache/out/$k}
+  rm -rf "$logs"; mkdir -p "$logs"
+  tr -d '\r' <"$work/console-$k" >"$logs/console.log"
+  debugfs -R "rdump out $logs" "$work/second-$k.img" >/dev/null 2>&1 || true
   rm -f "$work/second-$k.img" "$work/initramfs-$k.img"
-  [ $status -eq 0 ] || { echo "QEMU ended with $status"; tail -n 30 "$out/console.log"; return 1; }
+  [ $status -eq 0 ] || { echo "QEMU ended with $status"; tail -n 30 "$logs/console.log"; return 1; }
   return 0
 }

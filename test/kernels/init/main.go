@@ -174,6 +174,13 @@ func plan() error {
 	var u unix.Utsname
 	unix.Uname(&u)
 	fmt.Println("kernels: running", unix.ByteSliceToString(u.Release[:]))
+	if line, _ := os.ReadFile("/proc/cmdline"); strings.Contains(string(line), "dsec.heartbeat") {
+		go func() {
+			for range time.Tick(10 * time.Second) {
+				fmt.Println("alive")
+			}
+		}()
+	}
 	text, err := os.ReadFile(disk + "/plan")
 	if err != nil {
 		return err
@@ -193,7 +200,8 @@ func plan() error {
 	return nil
 }
 
-var verdict = regexp.MustCompile(`^\s*(=== RUN|--- |panic:|FAIL|ok |PASS|fatal error|seen: )`)
+// verdict matches what the console shows of a log: verdicts of tests, what they say for the documentation, figures and remarks of a benchmark.
+var verdict = regexp.MustCompile(`^\s*(=== RUN|--- |panic:|FAIL|ok |PASS|fatal error|\S+_test\.go:\d+: seen: |seen: |# |bench|[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ )`)
 
 // run returns the exit status, -1 when there is none.
 func run(name string, within time.Duration, dir string, argv []string) int {

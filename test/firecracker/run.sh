@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Runs dsec with the operator's Firecracker in a nested machine: QEMU emulates a processor with SVM (TCG), so the machine's own KVM works,
+# and the machines that Firecracker runs in it are real ones. No KVM is needed here. docs/ops/firecracker.md.
+#
+#   DSEC_FIRECRACKER=.../firecracker DSEC_JAILER=.../jailer test/firecracker/run.sh [-t "suite machines ..."] [-r regexp] [-m MiB] [-c cpus] [-b "flags"]
+#
+# -t programs (see below), -r passed to -test.run instead of the program's own, -b the benchmark alone, with flags for it. Both programs have to be static. Each
+# program has a nested machine of its own, and a second one when the first is lost: QEMU's emulation of SVM now and then loses the
+# machine. Needs root, and a kernel for guests that is an ELF file (make guest-kernel). Exits 1 when a test failed; without a binary it says so and exits 0.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+chosen="" filter="" memory=6000 cpus=1 bench=""
+while getopts t:r:m:c:b: o; do
+  case $o in t) chosen=$OPTARG ;; r) filter=$OPTARG ;; m) memory=$OPTARG ;; c) cpus=$OPTARG ;; b) bench="$OPTARG " ;; *) exit 2 ;; esac
+done
+if [ -z "${DSEC_FIRECRACKER:-}" ]; then
+  echo "skip: DSEC_FIRECRACKER names no Firecracker program (and DSEC_JAILER no jailer): nothing was run"; exit 0
+fi
+for f in "$DSEC_FIRECRACKER" ${DSEC_JAILER:+"$DSEC_JAILER"}; do
+  [ -x "$f" ] || { echo "no program: $f" >&2; exit 1; }
+  ! ldd "$f" 2>/dev/null | grep -q '=>' || { echo "$f is not static: the nested machine has no libraries for it" >&2; exit 1; }
+done
+kernel=""
+for k in "${DSEC_GUEST_KERNEL:-}" "${XDG_CACHE_HOME:-$HOME/.cache}/dsec/guest-kernel"; do
+  [ -z "$kernel" ] && [ -n "$k" ] && [ -e "$k/vmlinux" ] && kernel=$k
+done
+[ -n "$kernel" ] || { echo "skip: no kernel for guests that Firecracker boots: make guest-kernel"; exit 0; }
+
+mirror=${DSEC_DEBIAN_MIRROR:-http://deb.debian.org/debian}
+cache=${DSEC_KERNELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dsec/kernels}
+mkdir -p "$cache"
+cache=$(cd "$cache" && pwd)
+work=$(mktemp -d "$cache/run.XXXXXX")
+qemu=""
+trap '[ -z "$qemu" ] || kill "$qemu" 2>/dev/null || true; rm -rf "$work"' EXIT
+. test/kernels/lib.sh
+scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mmdebstrap:mmdebstrap mke2fs:e2fsprogs depmod:kmod xz:xz-utils dpkg-deb:dpkg busybox:busybox-static
+qemu_program=${DSEC_NESTED_QEMU:-qemu-system-x86_64}
+cpu=max,+svm,+npt append="mitigations=off dsec.heartbeat" silence=90 rootimage=$cache/firecracker-root.img
+
+# The programs. Name, test program, seconds, with the jailer or without, what is run; DSEC_PARTS are of the conformance suite.
+programs() {
+  cat <<'T'
+suite1   real     1200 jail TestConformance birth,command,outcome,stdin
+suite2   real     1200 jail TestConformance output,surroundings,terminal
+suite3   real     1200 jail TestConformance session,pause,deadline,port
+suite4   real     1200 jail TestConformance limit,snapshot,end,recovery,file
+machines machines 1500 jail Test(Clones|Killed|Paused|Network|Saved|Crash) -
+real     real     1200 jail Test(Jail|Clones|Memory|DeadWarden) -
+bare     real     900  bare TestConformance session,port,pause
+bare2    machines 900  bare Test(Clones|Killed|Saved|Network) -
+T
+}
+
+# second makes the second disk: the programs, the modules, the plan.
+second() { # name
+  local dir=$work/second release name program seconds jail run parts env
+  rm -rf "$dir"; mkdir -p "$dir/tests" "$dir/modules" "$dir/firecracker"
+  release=$(ls "$cache/bookworm/modules"); cp -a "$cache/bookworm/modules/$release" "$dir/modules/"
+  cp "$DSEC_FIRECRACKER" "$dir/firecracker/firecracker"
+  [ -z "${DSEC_JAILER:-}" ] || cp "$DSEC_JAILER" "$dir/firecracker/jailer"
+  mkdir "$dir/kernel"; cp "$kernel/vmlinux" "$kernel/release" "$dir/kernel/"
+  cp test/firecracker/prepare.sh internal/guest/binary/dist/dsec-guest internal/guest/binary/dist/dsec-guest-vm "$work"/bin/* "$dir/tests/"
+  echo "prepare 60 /disk/tests /disk/tests/prepare.sh" >"$dir/plan"
+  env="DSEC_GUEST_KERNEL=/disk/kernel DSEC_FIRECRACKER=/disk/firecracker/firecracker"
+  if [ "$1" = bench ]; then
+    printf 'firecracker = "/disk/firecracker/firecracker"\n%s' "${DSEC_JAILER:+jailer = \"/disk/firecracker/jailer\"}" | tr '\n' ';' >"$dir/tests/settings"
+    echo "bench ${seconds_of_bench:-1500} /disk/tests /usr/bin/env $env DSEC=/disk/tests/dsec /disk/tests/bench-vm -prefix fc -plain=false -cpu 1 -settings $(cat "$dir/tests/settings" | tr -d ' ') $bench" >>"$dir/plan"
+  else
+    read -r name program seconds jail run parts < <(programs | awk -v n="$1" '$1 == n')
+    if [ "$jail" = jail ] && [ -n "${DSEC_JAILER:-}" ]; then env+=" DSEC_JAILER=/disk/firecracker/jailer"; fi
+    [ "$parts" = - ] || env+=" DSEC_PARTS=$parts"
+    echo "$name $seconds /disk/tests /usr/bin/env $env /disk/tests/$program.test -test.v -test.timeout=${seconds}s -test.run=${filter:-$run}" >>"$dir/plan"
+  fi
+  truncate -s 16G "$work/second-bookworm.img"
+  mke2fs -q -t ext4 -O quota,project -E quotatype=prjquota -d "$dir" -L second "$work/second-bookworm.img"
+  rm -rf "$dir"
+}
+
+# nested runs one program in a machine of its own, and sets said to its exit status; empty: the machine was lost.
+nested() { # name, seconds
+  out=$cache/out/firecracker/$1 seconds=$(($2 + 120))
+  initramfs bookworm
+  second "$1"
+  boot bookworm || true
+  said=$(awk -v n="$1" '$1 == "kernels:" && $2 == n {print $3}' "$out/console.log")
+}
+
+echo "== build"
+make -s guest
+export CGO_ENABLED=0 GOARCH=amd64
+go build -o "$work/init" ./test/kernels/init
+mkdir -p "$work/bin"
+if [ -n "$bench" ]; then
+  go build -trimpath -ldflags '-s -w' -o "$work/bin/dsec" ./cmd/dsec
+  go build -trimpath -ldflags '-s -w' -o "$work/bin/bench-vm" ./bench/vm
+else
+  go test -c -o "$work/bin/real.test" ./test/firecracker
+  go test -c -o "$work/bin/machines.test" ./internal/backend/vm
+fi
+root "$rootimage"
+fetch bookworm
+"$DSEC_FIRECRACKER" --version | head -n 1
+
+if [ -n "$bench" ]; then
+  nested bench "${seconds_of_bench:-1500}"
+  [ -n "$said" ] || { echo "the nested machine was lost: once more"; nested bench "${seconds_of_bench:-1500}"; }
+  echo "log: $out"
+  [ "$said" = 0 ]
+  exit
+fi
+fail=0
+while read -r name _ seconds jail _; do
+  [ -z "$chosen" ] || [[ " $chosen " == *" $name "* ]] || continue
+  echo "== $name ($jail)"
+  nested "$name" "$seconds"
+  [ -n "$said" ] || { echo "the nested machine was lost: once more"; nested "$name" "$seconds"; }
+  log=$out/out/$name.log; [ -e "$log" ] || log=/dev/null
+  echo "$name: $(grep -cE '^ *--- PASS' "$log" || true) passed, $(grep -cE '^ *--- FAIL' "$log" || true) failed, $(grep -cE '^ *--- SKIP' "$log" || true) skipped, exit ${said:-none}; logs: $out"
+  [ "$said" = 0 ] || fail=1
+done < <(programs)
+exit $fail
