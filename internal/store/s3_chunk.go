@@ -132,6 +132,9 @@ func (s *S3) fetch(ctx context.Context, group []chunk) {
 	span := int64(last.off+last.stored) - int64(first.off)
 	o, err := s.get(ctx, packFolder+first.pack.String(), int64(first.off), span, 0)
 	short := err == nil && int64(len(o.body)) < span
+	if errors.Is(err, sandbox.ErrNotFound) {
+		s.known.lose(first.pack)
+	}
 	for i, c := range group {
 		var data []byte
 		var cerr error
@@ -154,31 +157,43 @@ func (s *S3) fetch(ctx context.Context, group []chunk) {
 	}
 }
 
-// second tries a chunk again that came wrong: from where it was, and from where else it is now.
+// second tries a chunk again that came wrong: from where else it is, as far as that is known or after a look at the indexes, and from where it was.
 func (s *S3) second(ctx context.Context, c chunk, first error) ([]byte, error) {
-	at := []place{c.place}
-	if err := s.refresh(ctx); err == nil {
-		if p, ok := s.known.find(c.sum); ok && p != c.place {
-			at = append(at, p)
+	was := c.place
+	tried := map[place]bool{}
+	for looked := false; ; looked = true {
+		at := []place{was}
+		if p, ok := s.known.find(c.sum); ok && p != was {
+			at = []place{p, was}
 		}
-	}
-	for _, p := range at {
-		c.place = p
-		if c.stored > c.length {
-			continue
-		}
-		o, err := s.get(ctx, packFolder+p.pack.String(), int64(p.off), int64(p.stored), 0)
-		if err == nil && len(o.body) == int(p.stored) {
-			data, err := s.decode(c, o.body)
-			if err == nil {
-				return data, nil
+		if looked || len(at) > 1 {
+			for _, p := range at {
+				if tried[p] || p.stored > c.length {
+					continue
+				}
+				tried[p] = true
+				c.place = p
+				o, err := s.get(ctx, packFolder+p.pack.String(), int64(p.off), int64(p.stored), 0)
+				if err == nil && len(o.body) == int(p.stored) {
+					data, err := s.decode(c, o.body)
+					if err == nil {
+						return data, nil
+					}
+					first = err
+				} else if errors.Is(err, sandbox.ErrNotFound) {
+					s.known.lose(p.pack)
+				} else if err != nil && !errors.Is(err, errRange) {
+					return nil, err
+				}
 			}
-			first = err
-		} else if err != nil && !errors.Is(err, sandbox.ErrNotFound) && !errors.Is(err, errRange) {
-			return nil, err
+		}
+		if looked {
+			return nil, first
+		}
+		if s.refresh(ctx) != nil {
+			return nil, first
 		}
 	}
-	return nil, first
 }
 
 // decode unpacks a chunk and checks it. What comes back shares no memory with b.

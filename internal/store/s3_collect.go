@@ -28,6 +28,7 @@ type Report struct {
 	Live      int64 `json:"live"`      // octets of chunks that are named, in packs that may be relied on
 	Condemned int   `json:"condemned"` // packs that nobody relies on from now on
 	Rewritten int   `json:"rewritten"` // of these, packs from which chunks were taken along
+	Merged    int   `json:"merged"`    // of these, small packs whose chunks are together in larger ones now
 	Copied    int64 `json:"copied"`
 	Removed   int   `json:"removed"` // packs condemned earlier, which are gone now
 	Freed     int64 `json:"freed"`
@@ -49,7 +50,15 @@ type collector struct {
 	holds map[packID][]chunk
 	// owner is the pack, of those that stay, from which a live chunk is not taken away.
 	owner map[short]packID
+	ended map[packID]bool // condemned in this run
 }
+
+// Small packs are merged when there are many: each publication adds one, and every process reads the list and all indexes. Few of them are left
+// alone, since who reads what was moved has to look for it.
+const (
+	mergeBelow = packSize / 8 // octets
+	mergeFrom  = 16
+)
 
 type hint struct {
 	short
@@ -65,7 +74,7 @@ func (s *S3) Collect(ctx context.Context, grace time.Duration, dryRun bool) (Rep
 	if grace < MinGrace {
 		return Report{}, fmt.Errorf("collect: grace %v, at least %v: %w", grace, MinGrace, sandbox.ErrInvalid)
 	}
-	c := &collector{s: s, dry: dryRun, grace: grace, live: map[short]bool{}, hints: map[hint]bool{}, holds: map[packID][]chunk{}, owner: map[short]packID{}}
+	c := &collector{s: s, dry: dryRun, grace: grace, live: map[short]bool{}, hints: map[hint]bool{}, holds: map[packID][]chunk{}, owner: map[short]packID{}, ended: map[packID]bool{}}
 	ctx, cancel := context.WithTimeout(ctx, grace/2)
 	defer cancel()
 	err := c.run(ctx)
@@ -112,6 +121,9 @@ func (c *collector) run(ctx context.Context) error {
 				return err
 			}
 		}
+	}
+	if err := c.merge(ctx, old); err != nil {
+		return err
 	}
 	for _, p := range order(c.inv.index) {
 		// An index without its pack: the pack was lost, as a collection removes the index first.
@@ -239,7 +251,12 @@ func (c *collector) weigh(ctx context.Context, p packID) error {
 	if ok, err := c.rescue(ctx, p, chunks); !ok || err != nil {
 		return err
 	}
+	return c.condemn(ctx, p)
+}
+
+func (c *collector) condemn(ctx context.Context, p packID) error {
 	c.report.Condemned++
+	c.ended[p] = true
 	if c.dry {
 		return nil
 	}
@@ -247,6 +264,66 @@ func (c *collector) weigh(ctx context.Context, p packID) error {
 		return err
 	}
 	return c.s.put(ctx, deadFolder+p.String(), nil)
+}
+
+// merge copies what is needed of small packs into as few as will do, and condemns them.
+func (c *collector) merge(ctx context.Context, old func(Info) bool) error {
+	var small []packID
+	for _, p := range order(c.inv.packs) {
+		_, dead := c.inv.dead[p]
+		if i := c.inv.packs[p]; dead || c.ended[p] || c.holds[p] == nil || i.Size >= mergeBelow || !old(i) {
+			continue
+		}
+		small = append(small, p)
+	}
+	if len(small) < mergeFrom {
+		return nil
+	}
+	pk := newPacker(ctx, c.s)
+	taken := map[packID][]chunk{}
+	var failed error
+	for _, p := range small {
+		chunks, _ := c.needed(p)
+		if failed = c.copy(ctx, pk, chunks); errors.Is(failed, sandbox.ErrLost) {
+			// What was copied of it already is there twice, until a later run finds that nobody names it.
+			c.report.Damaged, failed = append(c.report.Damaged, p.String()), nil
+			continue
+		}
+		if failed != nil {
+			break
+		}
+		taken[p] = chunks
+	}
+	// Only when all copies have arrived is anything condemned.
+	if err := pk.close(); err != nil {
+		failed = err
+	}
+	if failed != nil {
+		return fmt.Errorf("merge small packs: %w", failed)
+	}
+	for _, p := range small {
+		chunks, ok := taken[p]
+		if !ok {
+			continue
+		}
+		c.report.Merged++
+		c.moved(pk, chunks)
+		if err := c.condemn(ctx, p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// moved notes where chunks are that were copied: another condemned pack need not copy them again.
+func (c *collector) moved(pk *packer, chunks []chunk) {
+	for _, ch := range chunks {
+		c.report.Copied += int64(ch.stored)
+		k := short(ch.sum[:16])
+		if at, ok := pk.mine[k]; ok {
+			c.owner[k] = at.pack
+		}
+	}
 }
 
 // remove ends a pack that was condemned long ago. The index goes first: without it, nobody finds chunks in the pack.
@@ -302,13 +379,7 @@ func (c *collector) rescue(ctx context.Context, p packID, chunks []chunk) (bool,
 		return false, fmt.Errorf("copy from pack %s: %w", p, err)
 	}
 	c.report.Rewritten++
-	for _, ch := range chunks {
-		c.report.Copied += int64(ch.stored)
-		k := short(ch.sum[:16])
-		if at, ok := pk.mine[k]; ok {
-			c.owner[k] = at.pack // another condemned pack need not copy it again
-		}
-	}
+	c.moved(pk, chunks)
 	return true, nil
 }
 

@@ -175,6 +175,78 @@ func TestCollectBesideASlowPublisher(t *testing.T) {
 	}
 }
 
+// Many small packs become few, once: nothing is lost on the way, also when a run ends at any of its writes, and it comes to rest.
+func TestCollectMergesSmallPacks(t *testing.T) {
+	for step := 0; ; step++ { // 0: none ends early
+		b := newBucket(t)
+		s := b.open(t)
+		for i := range 24 { // of publications of their own
+			b.put(t, s, fmt.Sprintf("small/%d", i), storetest.Random(uint64(100+i), 300<<10))
+		}
+		b.put(t, s, "large", storetest.Random(7, 5<<20))
+		packs := func() int { return len(b.Names("some/where/.packs/")) - len(b.Names("some/where/.dead/")) }
+		if packs() != 25 {
+			t.Fatalf("%d packs: %v", packs(), b.Names(""))
+		}
+		b.Advance(3 * time.Hour)
+		var mu sync.Mutex
+		writes, crashed := 0, false
+		b.SetFault(func(op, key string) (f storetest.S3Fault) {
+			mu.Lock()
+			defer mu.Unlock()
+			if op == "PUT" || op == "DELETE" {
+				if writes++; step > 0 && writes >= step {
+					f.Status, f.Code, crashed = 403, "AccessDenied", true
+				}
+			}
+			return f
+		})
+		r, err := b.open(t).Collect(t.Context(), store.MinGrace, false)
+		b.SetFault(nil)
+		if err != nil && !crashed {
+			t.Fatal(err)
+		}
+		if step == 0 && (r.Merged != 24 || packs() != 2) {
+			t.Errorf("%+v, %d packs", r, packs())
+		}
+		b.check(t, fmt.Sprintf("ended at write %d", step))
+		for range 3 {
+			b.Advance(3 * time.Hour)
+			b.collect(t)
+			b.check(t, fmt.Sprintf("ended at write %d, later", step))
+		}
+		b.Advance(3 * time.Hour)
+		if step == 0 { // a reader finds out once for each pack that is gone, then knows
+			s := b.open(t)
+			for i := range 24 {
+				r, err := s.Open(t.Context(), fmt.Sprintf("small/%d", i))
+				if err != nil {
+					t.Fatal(err)
+				}
+				buf := make([]byte, 100)
+				for n := range 2 {
+					before := b.Requests()
+					if _, err := r.ReadAt(buf, 0); err != nil {
+						t.Error(err)
+					}
+					now := b.Requests()
+					if lists := now["LIST"] - before["LIST"]; lists > 0 && (i > 0 || n > 0) {
+						t.Errorf("object %d, read %d: %d listings", i, n, lists)
+					}
+				}
+			}
+		}
+		// Fewer than what is worth a merge may be left of a run that ended early.
+		if r := b.collect(t); packs() > 17 || step == 0 && packs() != 2 || r.Merged+r.Condemned+r.Removed != 0 || len(b.Names("some/where/.dead/")) != 0 {
+			t.Errorf("ended at write %d: %d packs in the end, %+v", step, packs(), r)
+		}
+		if step > 0 && !crashed {
+			return
+		}
+		step += step / 2 // many of them are alike
+	}
+}
+
 // A collection that ends at any of its writes, each time another, loses nothing, and the next ones finish it.
 func TestCollectCrashes(t *testing.T) {
 	for step := 1; ; step++ {

@@ -44,9 +44,9 @@ func (r *s3Reader) ReadAtUnchecked(ctx context.Context, p []byte, off int64) (in
 	for last < len(r.ends) && r.ends[last] < off+int64(len(p)) {
 		last++
 	}
-	parts := make([]chunkRead, last+1-first)
-	for i := range parts {
-		c := r.chunks[first+i]
+	list := r.s.known.moved(r.chunks[first : last+1])
+	parts := make([]chunkRead, len(list))
+	for i, c := range list {
 		parts[i].chunk = c
 		at := r.ends[first+i] - int64(c.length) - off
 		if at >= 0 && at+int64(c.length) <= int64(len(p)) {
@@ -183,9 +183,14 @@ func (s *S3) fetchParts(ctx context.Context, group []chunkRead, d *direct) {
 	defer cancel()
 	first, last := group[0].chunk, group[len(group)-1].chunk
 	span := int64(last.off+last.stored) - int64(first.off)
+	began := s.now()
 	o, err := s.get(ctx, packFolder+first.pack.String(), int64(first.off), span, 0)
 	if err == nil && int64(len(o.body)) < span {
 		err = broken("pack "+first.pack.String(), "it is cut short")
+	}
+	if errors.Is(err, sandbox.ErrNotFound) { // the next try finds where its chunks are now
+		s.known.lose(first.pack)
+		s.refreshAfter(ctx, began)
 	}
 	for i := range group {
 		p := &group[i]

@@ -25,7 +25,49 @@ type known struct {
 	packs  []packID
 	number map[packID]uint32 // of those that may be relied on: listed, with an index, not condemned
 	where  map[short]spot
-	holes  int // packs that left since the last reset
+	holes  int             // packs that left since the last reset
+	gone   map[packID]bool // packs that manifests name and a request did not find
+}
+
+// maxGone bounds the packs that are known to be gone; then they are found out anew.
+const maxGone = 1 << 14
+
+// lose notes that a pack is gone.
+func (k *known) lose(p packID) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.gone == nil || len(k.gone) >= maxGone {
+		k.gone = map[packID]bool{}
+	}
+	k.gone[p] = true
+}
+
+// moved gives chunks of packs that are gone the places where they are now, as far as that is known.
+func (k *known) moved(chunks []chunk) []chunk {
+	k.mu.Lock()
+	none := len(k.gone) == 0
+	k.mu.Unlock()
+	if none {
+		return chunks
+	}
+	out := chunks
+	for i, c := range chunks {
+		k.mu.Lock()
+		gone := k.gone[c.pack]
+		k.mu.Unlock()
+		if !gone {
+			continue
+		}
+		p, ok := k.find(c.sum)
+		if !ok || p.stored > c.length {
+			continue
+		}
+		if &out[0] == &chunks[0] {
+			out = append([]chunk(nil), chunks...)
+		}
+		out[i].place = p
+	}
+	return out
 }
 
 // short is the front of a chunk's digest. A clash would need 2^64 tries, and is noticed by who reads.

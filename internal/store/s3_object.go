@@ -237,7 +237,7 @@ func (r *s3Reader) piece(ctx context.Context, p []byte, off int64) (int, error) 
 	for last < len(r.ends) && r.ends[last] < off+int64(len(p)) {
 		last++
 	}
-	list := r.chunks[first : last+1]
+	list := r.s.known.moved(r.chunks[first : last+1])
 	data, err := r.s.read(ctx, list)
 	if err != nil {
 		return 0, err
