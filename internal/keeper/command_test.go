@@ -501,3 +501,28 @@ func TestDestroyUnderLoad(t *testing.T) {
 		wg.Wait()
 	}
 }
+
+// A terminal's end of file reaches also a program that changes the mode of its terminal before it reads, and reads more than once.
+func TestEndOfATerminal(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	for _, text := range []string{
+		"cat; echo over",
+		"sleep 0.4; stty -icanon; sleep 0.1; stty icanon; cat; echo over",
+		"cat; cat; cat; echo over",
+		"exec sh -i",
+	} {
+		c := sh(text)
+		c.ID, c.Terminal = sandbox.NewKey(), &sandbox.Size{Rows: 40, Cols: 100}
+		fill(c)
+		if err := h.c.Start(within(t), id, c); err != nil {
+			t.Fatal(err)
+		}
+		if n, err := h.c.Stdin(within(t), id, c.ID, 0, []byte("echo said\n"), true); err != nil || n != 10 {
+			t.Fatal(n, err)
+		}
+		if r := h.rec.wait(t, id, c.ID); !strings.Contains(string(r.out), "said\r\n") || r.outcome.Kind != sandbox.Exited {
+			t.Errorf("%s: %q %+v", text, r.out, r.outcome)
+		}
+	}
+}

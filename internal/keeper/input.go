@@ -25,11 +25,20 @@ type input struct {
 	taken  int64
 	closed bool
 	tty    bool
-	own    bool // the file is no output's too
+	own    bool          // the file is no output's too
+	over   chan struct{} // closed when the command has ended
 }
 
+// A terminal's end of file is a character, which is lost when a program sets the terminal to another mode before it reads, as shells do that
+// are just starting. So it is said again while the command lives, ever less often, as a pipe that was closed has its end at each read.
+const (
+	eofFirst = 250 * time.Millisecond
+	eofLast  = 30 * time.Second
+)
+
 func newInput(f *os.File, req *sandbox.Command) *input {
-	return &input{file: f, given: req.Stdin, open: req.StdinOpen || req.Terminal != nil, cap: req.OutputCap, busy: make(chan struct{}, 1), tty: req.Terminal != nil}
+	return &input{file: f, given: req.Stdin, open: req.StdinOpen || req.Terminal != nil, cap: req.OutputCap, busy: make(chan struct{}, 1), tty: req.Terminal != nil,
+		over: make(chan struct{})}
 }
 
 func (in *input) attach(f *os.File) {
@@ -85,9 +94,26 @@ func (in *input) finish() {
 	switch {
 	case was || f == nil:
 	case tty:
+		f.SetWriteDeadline(time.Now().Add(eofFirst))
 		f.Write([]byte{4}) // the terminal's end-of-file character
+		go in.finishAgain(f)
 	default:
 		f.Close()
+	}
+}
+
+// finishAgain says a terminal's end of file again until the command has ended.
+func (in *input) finishAgain(f *os.File) {
+	for wait := eofFirst; ; wait = min(2*wait, eofLast) {
+		select {
+		case <-in.over:
+			return
+		case <-time.After(wait):
+		}
+		f.SetWriteDeadline(time.Now().Add(eofFirst)) // nobody may read
+		if _, err := f.Write([]byte{4}); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			return
+		}
 	}
 }
 
@@ -149,6 +175,11 @@ func (in *input) close() {
 	in.mu.Lock()
 	f := in.file
 	in.closed = true
+	select {
+	case <-in.over:
+	default:
+		close(in.over)
+	}
 	in.mu.Unlock()
 	if f != nil && (!in.tty || in.own) {
 		f.Close()
