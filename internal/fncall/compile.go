@@ -149,16 +149,17 @@ func (e *Engine) compileNow(ctx context.Context, j *job, p *program) ([]artifact
 	plain := *p.lang
 	plain.Compile = nil // all files are the compiler's
 	q.lang = &plain
-	x, done, err := e.prepare(j, &q, nil, in)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer done()
-	release, err := e.place(ctx, j, 1, nil)
+	_, release, err := e.place(ctx, j, 1, "")
 	if err != nil {
 		r, err := e.gaveUp(ctx, err, "")
 		return nil, r, err
 	}
+	x, done, err := e.prepare(j, &q, nil, in)
+	if err != nil {
+		release()
+		return nil, nil, err
+	}
+	defer done()
 	exit, err := e.again(ctx, func() (*Exit, error) { return e.deps.Runner.Exec(ctx, x) })
 	release()
 	if err != nil {

@@ -66,7 +66,7 @@ const (
 	maxFiles      = 1000
 	maxCopies     = 32
 	maxCopy       = 16 << 20
-	maxBatchOut   = 20 << 20 // octets of all results of a batch: they are one record
+	maxAnswer     = 20 << 20 // octets of all results of a request: they are one record
 	defaultQueue  = 60 * time.Second
 	attempts      = 3
 	attemptsPause = 20 * time.Millisecond
@@ -231,8 +231,8 @@ func (e *Engine) each(ctx context.Context, j *job, p *program, arts []artifact, 
 			mu.Lock()
 			defer mu.Unlock()
 			stopped = stopped || stop && res.Verdict != string(OK)
-			if size += sizeOf(res); size > maxBatchOut {
-				return fmt.Errorf("results have more than %d octets; ask for fewer inputs at once or less output: %w", maxBatchOut, sandbox.ErrExhausted)
+			if size += sizeOf(res); size > maxAnswer {
+				return fmt.Errorf("results have more than %d octets; ask for fewer inputs at once or less output: %w", maxAnswer, sandbox.ErrExhausted)
 			}
 			return nil
 		})
@@ -294,53 +294,51 @@ func (e *Engine) RunPair(ctx context.Context, project string, q *dsecv1.RunCallP
 	}, func(r *dsecv1.RunCallPairResponse, key string, recorded bool) { r.Key, r.Recorded = key, recorded })
 }
 
-// place waits for room to run; with x also for a device, where the call asks for one, which x then has. The device comes first: who waits
-// for one must not keep others from running.
-func (e *Engine) place(ctx context.Context, j *job, n int, x *Exec) (func(), error) {
+// place waits for room to run, and for a device where one is asked for. The device comes first: who waits for one must not keep others from
+// running.
+func (e *Engine) place(ctx context.Context, j *job, n int, gpu string) (dev Device, give func(), err error) {
 	start := time.Now()
-	give := func() {}
-	if x != nil && j.gpu != "" {
+	back := func() {}
+	if gpu != "" {
 		bound, cancel := context.WithTimeout(ctx, j.bound)
 		defer cancel()
-		d, back, err := e.gpus.Take(bound, j.gpu)
-		if err != nil {
-			return nil, err
+		if dev, back, err = e.gpus.Take(bound, gpu); err != nil {
+			return Device{}, nil, err
 		}
-		give = back
-		x.Devices, x.Env = d.Nodes, sandbox.MergeEnv(x.Env, d.Env)
 	}
 	release, err := e.queue.take(ctx, j.project, n, max(j.bound-time.Since(start), 0))
 	waited := time.Since(start)
 	j.t.add(waited)
 	e.m.queued.Observe(waited.Seconds())
 	if err != nil {
-		give()
-		return nil, err
+		back()
+		return Device{}, nil, err
 	}
-	return func() { release(); give() }, nil
+	return dev, func() { release(); back() }, nil
 }
 
-// execute runs a program on an input.
+// execute runs a program on an input. Its files are opened when it has a place: thousands may wait.
 func (e *Engine) execute(ctx context.Context, j *job, p *program, arts []artifact, in *input) (*dsecv1.CallResult, error) {
 	if j.gpu != "" && len(e.gpus.devices) == 0 {
 		_, _, err := e.gpus.Take(ctx, j.gpu)
 		return nil, err
 	}
+	dev, release, err := e.place(ctx, j, 1, j.gpu)
+	if err != nil {
+		return e.gaveUp(ctx, err, in.id)
+	}
+	defer release()
 	x, done, err := e.prepare(j, p, arts, in)
 	if err != nil {
 		return nil, err
 	}
 	defer done()
-	release, err := e.place(ctx, j, 1, x)
-	if err != nil {
-		return e.gaveUp(ctx, err, in.id)
-	}
-	defer release()
+	x.Devices, x.Env = dev.Nodes, sandbox.MergeEnv(x.Env, dev.Env)
 	exit, err := e.again(ctx, func() (*Exit, error) { return e.deps.Runner.Exec(ctx, x) })
 	if err != nil {
 		return nil, err
 	}
-	return e.result(exit, x.Limits, in, j.project)
+	return e.result(exit, x.Limits, in, j.project, maxAnswer)
 }
 
 // gaveUp makes the result of a call whose client gave it up while it waited.
@@ -378,15 +376,7 @@ func (e *Engine) again(ctx context.Context, run func() (*Exit, error)) (*Exit, e
 }
 
 func (e *Engine) executePair(ctx context.Context, j *job, p [2]*program, arts [2][]artifact, in [2]*input) (a, b *dsecv1.CallResult, first int, err error) {
-	var x [2]*Exec
-	for i := range x {
-		var done func()
-		if x[i], done, err = e.prepare(j, p[i], arts[i], in[i]); err != nil {
-			return nil, nil, 0, err
-		}
-		defer done()
-	}
-	release, err := e.place(ctx, j, 2, nil)
+	_, release, err := e.place(ctx, j, 2, "")
 	if err != nil {
 		if a, err = e.gaveUp(ctx, err, in[0].id); err != nil {
 			return nil, nil, 0, err
@@ -395,6 +385,14 @@ func (e *Engine) executePair(ctx context.Context, j *job, p [2]*program, arts [2
 		return a, b, 0, err
 	}
 	defer release()
+	var x [2]*Exec
+	for i := range x {
+		var done func()
+		if x[i], done, err = e.prepare(j, p[i], arts[i], in[i]); err != nil {
+			return nil, nil, 0, err
+		}
+		defer done()
+	}
 	var second *Exit
 	exit, err := e.again(ctx, func() (exit *Exit, err error) {
 		exit, second, first, err = e.deps.Runner.Pair(ctx, x[0], x[1])
@@ -406,9 +404,9 @@ func (e *Engine) executePair(ctx context.Context, j *job, p [2]*program, arts [2
 	if second == nil { // what is to be said of the one holds for both
 		second = exit
 	}
-	if a, err = e.result(exit, x[0].Limits, in[0], j.project); err != nil {
+	if a, err = e.result(exit, x[0].Limits, in[0], j.project, maxAnswer/2); err != nil {
 		return nil, nil, 0, err
 	}
-	b, err = e.result(second, x[1].Limits, in[1], j.project)
+	b, err = e.result(second, x[1].Limits, in[1], j.project, maxAnswer/2)
 	return a, b, first, err
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -438,5 +439,84 @@ func TestWaitingForAGPU(t *testing.T) {
 	give()
 	if d := r.e.gpus.devices[0]; d.used != 0 || len(r.e.gpus.waiting) != 0 {
 		t.Errorf("left: %d used, %d wait", d.used, len(r.e.gpus.waiting))
+	}
+}
+
+// Files of calls are opened when their call has a place: thousands that wait hold none. And what a name of a few octets brings is bounded.
+func TestKeptFilesAreBounded(t *testing.T) {
+	r := newRig(t, nil)
+	content, err := r.e.PutFile("p", make([]byte, 1<<20))
+	if err != nil {
+		t.Fatal(err)
+	}
+	q := cmd("", "echo")
+	for i := range 200 {
+		q.Program.Files = append(q.Program.Files, &dsecv1.CallFile{Path: fmt.Sprint("f", i), Content: content})
+	}
+	if _, err := r.e.Run(t.Context(), "p", q); !errors.Is(err, sandbox.ErrInvalid) || !strings.Contains(err.Error(), "than the disk") {
+		t.Errorf("200 MiB by name on a disk of 128 MiB: %v", err)
+	}
+	q.Limits = &dsecv1.CallLimits{Disk: 1 << 30}
+	ctx, cancel := context.WithCancel(t.Context())
+	_, release, err := r.e.place(ctx, &job{project: "p", bound: time.Minute}, 2, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := openFiles(t)
+	var wg sync.WaitGroup
+	for range 20 {
+		wg.Go(func() { r.e.Run(ctx, "p", q) })
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		if waiting, _ := r.e.queue.length(); waiting == 20 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("they never waited")
+		}
+	}
+	if n := openFiles(t); n > before+20 {
+		t.Errorf("20 calls that wait hold %d files open", n-before)
+	}
+	cancel()
+	wg.Wait()
+	release()
+	if a := r.run(q); a.Verdict != "OK" {
+		t.Errorf("in the end: %v", a)
+	}
+	if n := openFiles(t); n > before+20 {
+		t.Errorf("%d files stay open", n-before)
+	}
+}
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Skip(err)
+	}
+	return len(list)
+}
+
+// More and longer outputs than an answer holds cost the call nothing but those.
+func TestAnswersAreBounded(t *testing.T) {
+	r := newRig(t, nil)
+	in := &input{}
+	x := &Exit{Facts: Facts{Memory: -1}, Stdout: make([]byte, 4<<20)}
+	for i := range 4 {
+		path := fmt.Sprint("o", i)
+		in.outputs = append(in.outputs, &dsecv1.CallOutput{Path: path, Keep: i == 3})
+		x.Files = append(x.Files, Copied{Path: path, Data: make([]byte, 7<<20)})
+	}
+	a, err := r.e.result(x, DefaultLimits(), in, "p", maxAnswer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, f := range a.Files {
+		got = append(got, f.Path)
+	}
+	if d := cmp.Diff([]string{"o0", "o1", "o3"}, got); d != "" || a.Verdict != "OK" || !strings.Contains(a.Error, `output "o2": there are more`) || strings.Contains(a.Error, "o1") {
+		t.Errorf("%s %q\n%s", a.Verdict, a.Error, d)
 	}
 }

@@ -296,6 +296,7 @@ func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exe
 		}
 	}
 	all := map[string]bool{}
+	var size int64
 	add := func(list []source) error {
 		for _, s := range list {
 			if all[s.path] {
@@ -303,10 +304,19 @@ func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exe
 			}
 			all[s.path] = true
 			f := File{Path: s.path, Data: s.data, Exec: s.exec}
+			n := int64(len(s.data))
 			if s.content != "" {
 				if f.From, err = kept(s.owner, s.content); err != nil {
 					return fmt.Errorf("file %.80q: %w", s.path, err)
 				}
+				st, err := f.From.Stat()
+				if err != nil {
+					return fmt.Errorf("file %.80q: %w", s.path, err)
+				}
+				n = st.Size()
+			}
+			if size += n; size > p.limits.Disk { // a name of a few octets may bring many
+				return fmt.Errorf("file %.80q: the files have more octets than the disk, which has %d: %w", s.path, p.limits.Disk, sandbox.ErrInvalid)
 			}
 			x.Files = append(x.Files, f)
 		}

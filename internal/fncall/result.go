@@ -64,11 +64,12 @@ func (x *Exit) close() {
 	}
 }
 
-// result is that of a run, with the files that were asked for.
-func (e *Engine) result(x *Exit, l Limits, in *input, project string) (*dsecv1.CallResult, error) {
+// result is that of a run, with the files that were asked for. What goes beyond room octets with the streams is told of instead.
+func (e *Engine) result(x *Exit, l Limits, in *input, project string, room int64) (*dsecv1.CallResult, error) {
 	defer x.close()
 	r := e.plain(x, l)
 	r.Id = in.id
+	room -= int64(sizeOf(r))
 	var missing []string
 	for i, f := range x.Files {
 		if i >= len(in.outputs) {
@@ -80,6 +81,21 @@ func (e *Engine) result(x *Exit, l Limits, in *input, project string) (*dsecv1.C
 				missing = append(missing, fmt.Sprintf("output %.80q: %s", f.Path, f.Err))
 			}
 			continue
+		}
+		if !o.GetKeep() {
+			n := int64(len(f.Data))
+			if f.From != nil {
+				st, err := f.From.Stat()
+				if err != nil {
+					return nil, fmt.Errorf("output %.80q: %w", f.Path, err)
+				}
+				n = st.Size()
+			}
+			if n > room {
+				missing = append(missing, fmt.Sprintf("output %.80q: there are more and longer files than fit into one answer; ask to keep it", f.Path))
+				continue
+			}
+			room -= n
 		}
 		out := &dsecv1.CallFile{Executable: f.Exec}
 		out.Path, out.PathRaw = rpc.Twin(f.Path)

@@ -1,11 +1,13 @@
 package container
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 
 	"github.com/dsec-dev/dsec/internal/confine"
@@ -28,8 +30,11 @@ var _ fncall.Runner = (*Calls)(nil)
 // callsSlot is whose the uid range of calls is. It is no sandbox's ID.
 const callsSlot = sandbox.ID("function-calls")
 
-// sentFiles is how many descriptors go with one request; more files go by their octets.
-const sentFiles = 7
+// sentFiles is how many descriptors go with one request, for the longest files; the others go by their octets, which have a bound.
+const (
+	sentFiles  = 7
+	sentOctets = 16 << 20
+)
 
 // Calls makes the runner of function calls.
 func (b *Backend) Calls() (*Calls, error) {
@@ -68,15 +73,23 @@ func (c *Calls) request(e *fncall.Exec, room int) (*keeper.Call, []*os.File, err
 	if e.StdinF != nil {
 		r.StdinFD, files, room = true, append(files, e.StdinF), room-1
 	}
-	for _, f := range e.Files {
+	long, err := longest(e.Files, room)
+	if err != nil {
+		return nil, nil, err
+	}
+	left := int64(sentOctets)
+	for i, f := range e.Files {
 		k := keeper.CallFile{Path: f.Path, Data: f.Data, Exec: f.Exec}
 		switch {
-		case f.From != nil && room > 0:
-			k.FD, files, room = true, append(files, f.From), room-1
+		case f.From != nil && long[i]:
+			k.FD, files = true, append(files, f.From)
 		case f.From != nil:
-			if k.Data, err = io.ReadAll(io.NewSectionReader(f.From, 0, 1<<40)); err != nil {
+			if k.Data, err = io.ReadAll(io.NewSectionReader(f.From, 0, left+1)); err != nil {
 				return nil, nil, fmt.Errorf("file %.80q: %w", f.Path, err)
 			}
+		}
+		if left -= int64(len(k.Data)); left < 0 {
+			return nil, nil, fmt.Errorf("file %.80q: the files have more than %d octets, but for the %d longest kept ones: %w", f.Path, sentOctets, room, sandbox.ErrInvalid)
 		}
 		r.Files = append(r.Files, k)
 	}
@@ -84,6 +97,31 @@ func (c *Calls) request(e *fncall.Exec, room int) (*keeper.Call, []*os.File, err
 		r.Copy = append(r.Copy, keeper.CallCopy{Path: o.Path, Max: o.Max})
 	}
 	return r, files, nil
+}
+
+// longest finds the n longest kept files.
+func longest(list []fncall.File, n int) (map[int]bool, error) {
+	type kept struct {
+		at   int
+		size int64
+	}
+	var all []kept
+	for i, f := range list {
+		if f.From == nil {
+			continue
+		}
+		st, err := f.From.Stat()
+		if err != nil {
+			return nil, fmt.Errorf("file %.80q: %w", f.Path, err)
+		}
+		all = append(all, kept{i, st.Size()})
+	}
+	slices.SortStableFunc(all, func(a, b kept) int { return cmp.Compare(b.size, a.size) })
+	out := map[int]bool{}
+	for _, k := range all[:min(len(all), n)] {
+		out[k.at] = true
+	}
+	return out, nil
 }
 
 // answer is the reverse for what came back; it takes the files.
