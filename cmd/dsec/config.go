@@ -46,6 +46,8 @@ type settings struct {
 		// Runtime of containers whose create names none.
 		Runtime string `toml:"runtime"`
 		Stall   string `toml:"stall"` // duration; "0s" never ends a body
+		// LostAfter gives a host up that was silent for so long; "" never.
+		LostAfter string `toml:"lost_after"`
 	} `toml:"gateway"`
 	FnCall fnCallSettings `toml:"fncall"`
 	Images imageSettings  `toml:"images"`

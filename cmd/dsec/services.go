@@ -402,6 +402,12 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if err := setDuration(&gc.Stall, "gateway.stall", p.settings.Gateway.Stall); err != nil {
 		return nil, err
 	}
+	if err := setDuration(&gc.LostAfter, "gateway.lost_after", p.settings.Gateway.LostAfter); err != nil {
+		return nil, err
+	}
+	if gc.LostAfter < 0 || gc.LostAfter > 0 && gc.LostAfter < time.Minute {
+		return nil, fmt.Errorf("gateway.lost_after %v: at least 1m, since it ends all that a silent host has; leave it out to leave that to a person: %w", gc.LostAfter, sandbox.ErrInvalid)
+	}
 	if p.settings.Gateway.Stall != "" && gc.Stall <= 0 {
 		gc.Stall = -1
 	}

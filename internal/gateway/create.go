@@ -126,7 +126,8 @@ func (g *Gateway) abandonCreate(ctx context.Context, host sandbox.HostID, spec *
 
 // resolve makes the request of a host out of that of a client: names become layers, defaults are filled in, all is checked.
 func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1.HostCreateRequest, *sandbox.Spec, error) {
-	if q.Key == "" {
+	keyless := q.Key == ""
+	if keyless {
 		q.Key = sandbox.NewKey()
 	}
 	project := rpc.Project(ctx)
@@ -209,7 +210,7 @@ func (g *Gateway) resolve(ctx context.Context, q *dsecv1.CreateRequest) (*dsecv1
 	if err != nil {
 		return nil, nil, err
 	}
-	return &dsecv1.HostCreateRequest{Spec: rpc.SpecProto(spec, secret), RequestHash: hash, Request: q}, spec, nil
+	return &dsecv1.HostCreateRequest{Spec: rpc.SpecProto(spec, secret), RequestHash: hash, Request: q, Keyless: keyless}, spec, nil
 }
 
 // environment finds the environment that a create names, by itself or by the image it is made of.
@@ -279,8 +280,10 @@ func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox
 	if len(f.Hosts) < 2 && len(f.Nameless) == 0 {
 		return hosts, nil
 	}
-	order := placement.Order(f, orderOf(spec.Job, spec.Key, spec.Name))
-	if len(hosts) > 0 && order[0] == hosts[0] {
+	lost := g.lostHosts(f, time.Now())
+	living := without(placement.Order(f, orderOf(spec.Job, spec.Key, spec.Name)), lost)
+	order := living
+	if len(hosts) > 0 && len(order) > 0 && order[0] == hosts[0] {
 		order = order[1:]
 	}
 	wants := []finding{{job: spec.Job, key: spec.Key}}
@@ -301,14 +304,30 @@ func (g *Gateway) known(ctx context.Context, f *placement.Fleet, hosts []sandbox
 		if sb == nil {
 			continue
 		}
-		for _, h := range f.Hosts {
-			if h.Addr == p.Addr {
-				// That host alone decides: it joins, or names the difference.
-				return []sandbox.HostID{h.ID}, nil
-			}
-		}
+		return only(f, p, hosts), nil
+	}
+	if len(lost) == 0 {
+		return hosts, nil
+	}
+	// The host that creates comes first among those that may take over, so that both are one.
+	sb, p, err := g.recall(ctx, append(slices.Clone(hosts), living...), lost, wants[0])
+	if err != nil {
+		return nil, fmt.Errorf("create: %w", err)
+	}
+	if sb != nil {
+		return only(f, p, hosts), nil
 	}
 	return hosts, nil
+}
+
+// only is the host of a peer: it alone decides, joins, or names the difference.
+func only(f *placement.Fleet, p *rpc.Peer, hosts []sandbox.HostID) []sandbox.HostID {
+	for _, h := range f.Hosts {
+		if h.Addr == p.Addr {
+			return []sandbox.HostID{h.ID}
+		}
+	}
+	return hosts
 }
 
 // place sends the create to one host after the other until one takes it; it answers also which it tried last.

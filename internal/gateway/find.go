@@ -157,7 +157,7 @@ func whatToDo(f *placement.Fleet, now time.Time) string {
 		return "The host that did not answer was there a moment ago"
 	}
 	return "If it is lost for good, start the gateways without --host (or gateway.hosts) " + firstOf(gone) +
-		": its sandboxes are given up by that; docs/ops/config.md says what to do when it comes back. A create without key and name goes elsewhere meanwhile"
+		": its sandboxes are given up by that; docs/ops/config.md says what to do when it comes back, and how gateway.lost_after gives up hosts by itself. A create without key and name goes elsewhere meanwhile"
 }
 
 func firstOf(list []string) string {

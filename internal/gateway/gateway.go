@@ -47,6 +47,8 @@ type Config struct {
 	Runtime string
 	// OpenMetrics serves /metrics without a key.
 	OpenMetrics bool
+	// LostAfter is for how long a host must have been silent to be given up without a person: what it has is over then, see lost.go. 0 is never.
+	LostAfter time.Duration
 }
 
 // Fleet is the picture of the hosts and the way to them.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"connectrpc.com/connect"
@@ -68,7 +69,7 @@ func (g *Gateway) restorer(ctx context.Context, q *dsecv1.RestoreRequest, lost s
 		if err := sandbox.CheckKey("key", q.Key); err != nil {
 			return nil, nil, err
 		}
-		sb, p, err := g.find(ctx, g.fleet.Fleet(), finding{job: q.Job, key: q.Key})
+		sb, p, err := g.findOrRecall(ctx, g.fleet.Fleet(), finding{job: q.Job, key: q.Key})
 		switch {
 		case err != nil && errors.Is(err, rpc.ErrUnavailable):
 			return nil, err, nil
@@ -139,13 +140,18 @@ func (g *Gateway) restoreLost(ctx context.Context, hq *dsecv1.HostRestoreRequest
 			hq.SilentMs = time.Since(h.At).Milliseconds()
 		}
 	}
-	if q.LostHost == string(lost) {
-		// Giving a host up ends what it has of every project, so that is said by who has them all.
-		if project := rpc.Project(ctx); project != iam.DefaultProject {
-			return nil, fmt.Errorf("restore: lost_host: a host holds sandboxes of all projects: want a key of project %s, not of %.200s: %w",
-				iam.DefaultProject, project, sandbox.ErrDenied)
-		}
+	// Giving a host up ends what it has of every project, so that is said by who has them all, or by the operator's lost_after.
+	switch project := rpc.Project(ctx); {
+	case slices.Contains(g.lostHosts(f, time.Now()), lost):
 		hq.SilentMs = -1
+	case project == iam.DefaultProject && q.LostHost == string(lost):
+		hq.SilentMs = -1
+	case project != iam.DefaultProject && q.LostHost == string(lost):
+		return nil, fmt.Errorf("restore: lost_host: a host holds sandboxes of all projects: want a key of project %s, not of %.200s: %w",
+			iam.DefaultProject, project, sandbox.ErrDenied)
+	case project != iam.DefaultProject:
+		return nil, fmt.Errorf("restore: host %s does not answer (silent for %v), so whether the sandbox is gone is not known: wait until it is back, until the operator's gateway.lost_after is over, or until who holds a key of project %s gives it up: %w",
+			lost, (time.Duration(hq.SilentMs) * time.Millisecond).Round(time.Second), iam.DefaultProject, sandbox.ErrState)
 	}
 	order := orderOf(q.Job, q.Key, "")
 	if q.Sandbox != "" {

@@ -74,6 +74,7 @@ type box struct {
 	acts   int       // acts of the host under way: an end waits for them
 	taking int       // events under way into the log: an end waits for them too
 	shut   bool      // its last records are being written: no event comes after them
+	asked  int       // creates that joined it
 	timer  *time.Timer
 	wakeAt time.Time // when timer fires
 

@@ -46,6 +46,7 @@ func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (_ *bo
 	if err != nil {
 		return nil, false, fmt.Errorf("create: %w", err)
 	}
+	keyless := req.GetKeyless()
 	req = h.canonicalCreate(req, spec)
 	b := &box{
 		h: h, id: sandbox.NewID(h.cfg.ID), traj: trajectory.ID{Project: spec.Project, Job: spec.Job, Key: spec.Key}, spec: spec,
@@ -60,7 +61,11 @@ func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (_ *bo
 	case err != nil:
 		return nil, false, fmt.Errorf("create key %s in job %s: %w", spec.Key, spec.Job, err)
 	case known != nil:
-		return h.join(ctx, known, req)
+		b, existed, err := h.join(ctx, known, req)
+		if keyless && ctx.Err() != nil {
+			h.unheard(known)
+		}
+		return b, existed, err
 	}
 	deadline := time.Duration(req.GetRequest().GetDeadlineMs()) * time.Millisecond
 	if deadline <= 0 || deadline > 10*time.Minute {
@@ -70,10 +75,43 @@ func (h *Host) create(ctx context.Context, req *dsecv1.HostCreateRequest) (_ *bo
 		h.unclaim(b)
 		return nil, false, fmt.Errorf("create: host is shutting down: %w", rpc.ErrUnavailable)
 	}
-	if err := b.settled(ctx); err != nil {
+	err = b.settled(ctx)
+	if keyless && ctx.Err() != nil {
+		h.unheard(b)
+	}
+	if err != nil {
 		return nil, false, fmt.Errorf("create %s (goes on; stop it by its key): %w", b.id, err)
 	}
 	return b, false, b.failure()
+}
+
+// unheardFor is how long a sandbox lives that nobody may know of: longer than a gateway tries to hear the answer of a create.
+const unheardFor = 30 * time.Second
+
+// unheard ends a sandbox that nobody can find, unless somebody turns out to know it: its client gave no key, and the gateway that asked for it
+// went away before the answer. A gateway that lives asks again, or stops it by the key that it made up.
+func (h *Host) unheard(b *box) {
+	h.goes(func() {
+		if b.settled(h.life) != nil || b.failure() != nil {
+			return
+		}
+		b.mu.Lock()
+		asked, last := b.asked, b.last
+		b.mu.Unlock()
+		wait := time.NewTimer(unheardFor)
+		defer wait.Stop()
+		select {
+		case <-wait.C:
+		case <-h.life.Done():
+			return
+		}
+		b.mu.Lock()
+		known := b.asked != asked || !b.last.Equal(last)
+		b.mu.Unlock()
+		if !known {
+			h.end(b, sandbox.Cause{Class: sandbox.ClassClient, Reason: "cancelled", Detail: "its create had no key, and nobody heard the answer"})
+		}
+	})
 }
 
 // canonicalCreate is what the log keeps of a create, with the defaults filled in.
@@ -157,7 +195,10 @@ func (h *Host) freeName(b *box) {
 
 // join answers the sandbox of a known key once it is born, if the request is the same.
 func (h *Host) join(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) (*box, bool, error) {
-	if b.sum != req.RequestHash {
+	b.mu.Lock()
+	b.asked++
+	b.mu.Unlock()
+	if b.sum != req.RequestHash && !h.sameCreate(ctx, b, req) {
 		return nil, false, fmt.Errorf("create key %s in job %s: was used for sandbox %s with another request: %s: %w", b.spec.Key, b.spec.Job, b.id, h.createDifference(ctx, b, req), sandbox.ErrExists)
 	}
 	if err := b.settled(ctx); err != nil {
@@ -166,21 +207,39 @@ func (h *Host) join(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) 
 	return b, true, b.failure()
 }
 
-func (h *Host) createDifference(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) string {
+// sameCreate compares with a create that a lost host recorded, whose key for hashes is not here: by the requests, but for their secrets.
+func (h *Host) sameCreate(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) bool {
+	if b.foreign == 0 || b.call != "" {
+		return false
+	}
+	was, _ := h.recordedCreate(ctx, b)
+	return was.GetRequest() != nil && req.GetRequest() != nil && sameSecretly(was.Request, req.Request) == ""
+}
+
+// recordedCreate reads the create of a sandbox; why tells that it can't.
+func (h *Host) recordedCreate(ctx context.Context, b *box) (was *dsecv1.HostCreateRequest, why string) {
 	b.mu.Lock()
 	seq := b.seq
 	b.mu.Unlock()
 	if seq == 0 {
-		return "its record is being written"
+		return nil, "its record is being written"
 	}
 	recs, _, err := h.deps.Log.Read(ctx, b.traj, trajectory.Query{From: seq, Limit: 1})
 	if err != nil || len(recs) == 0 {
-		return "its record can't be read"
+		return nil, "its record can't be read"
 	}
 	_, m, err := decode(recs[0].Payload)
 	was, ok := m.(*dsecv1.HostCreateRequest)
 	if err != nil || !ok {
-		return "its record can't be read"
+		return nil, "its record can't be read"
+	}
+	return was, ""
+}
+
+func (h *Host) createDifference(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) string {
+	was, why := h.recordedCreate(ctx, b)
+	if was == nil {
+		return why
 	}
 	if was.Request != nil && req.Request != nil {
 		if d := difference(was.Request, req.Request); d != "" {

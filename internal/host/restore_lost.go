@@ -207,6 +207,10 @@ func (h *Host) recallBox(ctx context.Context, hr *dsecv1.HostRestoreRequest) (*b
 		return nil, err
 	}
 	l, release, err := h.lostLog(ctx, lost)
+	if errors.Is(err, sandbox.ErrNotFound) {
+		// Not as if it had been asked and did not know the key: it was not shut out, and may live on.
+		return nil, fmt.Errorf("host %s has no place in the store of host %s, so it can't be shut out: %w", lost, h.cfg.ID, sandbox.ErrState)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -217,6 +221,9 @@ func (h *Host) recallBox(ctx context.Context, hr *dsecv1.HostRestoreRequest) (*b
 		if id, known = l.ids[sandbox.ID(q.GetSandbox())]; !known || id.Project != project(ctx) {
 			return nil, fmt.Errorf("sandbox %.60q: neither this host nor what the store has of host %s knows it: %w", q.GetSandbox(), lost, sandbox.ErrNotFound)
 		}
+	}
+	if _, _, err := l.log.Read(ctx, id, trajectory.Query{Limit: 1}); errors.Is(err, sandbox.ErrNotFound) {
+		return nil, fmt.Errorf("key %.60q in job %.60q: neither this host nor what the store has of host %s knows it: %w", id.Key, id.Job, lost, sandbox.ErrNotFound)
 	}
 	l.copying.Lock()
 	defer l.copying.Unlock()

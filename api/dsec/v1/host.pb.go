@@ -358,6 +358,7 @@ type HostCreateRequest struct {
 	Spec          *Spec                  `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
 	RequestHash   string                 `protobuf:"bytes,2,opt,name=request_hash,json=requestHash,proto3" json:"request_hash,omitempty"` // of the canonical create request: the same key with another hash is refused
 	Request       *CreateRequest         `protobuf:"bytes,3,opt,name=request,proto3" json:"request,omitempty"`                            // as it came, to name the first difference
+	Keyless       bool                   `protobuf:"varint,4,opt,name=keyless,proto3" json:"keyless,omitempty"`                           // its client gave no key: where nobody waits for the answer any more, nobody will find the sandbox
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -411,6 +412,13 @@ func (x *HostCreateRequest) GetRequest() *CreateRequest {
 		return x.Request
 	}
 	return nil
+}
+
+func (x *HostCreateRequest) GetKeyless() bool {
+	if x != nil {
+		return x.Keyless
+	}
+	return false
 }
 
 type HostStatusRequest struct {
@@ -762,11 +770,12 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\x0evolatile_paths\x183 \x03(\tR\rvolatilePaths\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8b\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa5\x01\n" +
 	"\x11HostCreateRequest\x12!\n" +
 	"\x04spec\x18\x01 \x01(\v2\r.dsec.v1.SpecR\x04spec\x12!\n" +
 	"\frequest_hash\x18\x02 \x01(\tR\vrequestHash\x120\n" +
-	"\arequest\x18\x03 \x01(\v2\x16.dsec.v1.CreateRequestR\arequest\"+\n" +
+	"\arequest\x18\x03 \x01(\v2\x16.dsec.v1.CreateRequestR\arequest\x12\x18\n" +
+	"\akeyless\x18\x04 \x01(\bR\akeyless\"+\n" +
 	"\x11HostStatusRequest\x12\x16\n" +
 	"\x06recent\x18\x01 \x01(\bR\x06recent\"\x98\x04\n" +
 	"\x12HostStatusResponse\x12\x12\n" +

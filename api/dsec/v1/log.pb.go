@@ -26,7 +26,7 @@ type ReadLogRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox       string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // id or name; or job and key
 	Job           string                 `protobuf:"bytes,2,opt,name=job,proto3" json:"job,omitempty"`
-	Key           string                 `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	Key           string                 `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`                         // of a sandbox; "!fncall" reads the function calls of the job, host by host, and can't follow
 	FromSeq       int64                  `protobuf:"varint,4,opt,name=from_seq,json=fromSeq,proto3" json:"from_seq,omitempty"` // default 1
 	Follow        bool                   `protobuf:"varint,5,opt,name=follow,proto3" json:"follow,omitempty"`
 	Output        bool                   `protobuf:"varint,6,opt,name=output,proto3" json:"output,omitempty"` // with the octets of output records
@@ -126,9 +126,10 @@ type LogRecord struct {
 	Late          bool                   `protobuf:"varint,16,opt,name=late,proto3" json:"late,omitempty"`
 	Summary       *Summary               `protobuf:"bytes,17,opt,name=summary,proto3" json:"summary,omitempty"` // in the record of a sandbox's end
 	Verdict       *Verdict               `protobuf:"bytes,18,opt,name=verdict,proto3" json:"verdict,omitempty"`
-	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"`     // how input octets are kept: inline | blob | hash
-	Trace         *StepTrace             `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`     // of kind trace: what the step did, after its end
-	Skipped       []string               `protobuf:"bytes,20,rep,name=skipped,proto3" json:"skipped,omitempty"` // of an upload's end: what could not be laid down
+	Input         string                 `protobuf:"bytes,19,opt,name=input,proto3" json:"input,omitempty"`                                   // how input octets are kept: inline | blob | hash
+	Trace         *StepTrace             `protobuf:"bytes,50,opt,name=trace,proto3" json:"trace,omitempty"`                                   // of kind trace: what the step did, after its end
+	Skipped       []string               `protobuf:"bytes,20,rep,name=skipped,proto3" json:"skipped,omitempty"`                               // of an upload's end: what could not be laid down
+	ResponseJson  string                 `protobuf:"bytes,21,opt,name=response_json,json=responseJson,proto3" json:"response_json,omitempty"` // of kind call_end: what a function call was answered; its request stands in the record of kind call
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -308,6 +309,13 @@ func (x *LogRecord) GetSkipped() []string {
 		return x.Skipped
 	}
 	return nil
+}
+
+func (x *LogRecord) GetResponseJson() string {
+	if x != nil {
+		return x.ResponseJson
+	}
+	return ""
 }
 
 type ReadLogResponse struct {
@@ -924,6 +932,7 @@ type ExportResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Rows          []string               `protobuf:"bytes,1,rep,name=rows,proto3" json:"rows,omitempty"` // each a JSON object without newlines
 	Errors        []*ItemError           `protobuf:"bytes,2,rep,name=errors,proto3" json:"errors,omitempty"`
+	LeftOut       int64                  `protobuf:"varint,3,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"` // trajectories that without_labels alone left out; in the last message of each host
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -970,6 +979,13 @@ func (x *ExportResponse) GetErrors() []*ItemError {
 		return x.Errors
 	}
 	return nil
+}
+
+func (x *ExportResponse) GetLeftOut() int64 {
+	if x != nil {
+		return x.LeftOut
+	}
+	return 0
 }
 
 type ReadInputRequest struct {
@@ -1183,7 +1199,7 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\x03key\x18\x03 \x01(\tR\x03key\x12\x19\n" +
 	"\bfrom_seq\x18\x04 \x01(\x03R\afromSeq\x12\x16\n" +
 	"\x06follow\x18\x05 \x01(\bR\x06follow\x12\x16\n" +
-	"\x06output\x18\x06 \x01(\bR\x06output\"\xe9\x04\n" +
+	"\x06output\x18\x06 \x01(\bR\x06output\"\x8e\x05\n" +
 	"\tLogRecord\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x03R\x03seq\x12.\n" +
@@ -1206,7 +1222,8 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\averdict\x18\x12 \x01(\v2\x10.dsec.v1.VerdictR\averdict\x12\x14\n" +
 	"\x05input\x18\x13 \x01(\tR\x05input\x12(\n" +
 	"\x05trace\x182 \x01(\v2\x12.dsec.v1.StepTraceR\x05trace\x12\x18\n" +
-	"\askipped\x18\x14 \x03(\tR\askipped\"?\n" +
+	"\askipped\x18\x14 \x03(\tR\askipped\x12#\n" +
+	"\rresponse_json\x18\x15 \x01(\tR\fresponseJson\"?\n" +
 	"\x0fReadLogResponse\x12,\n" +
 	"\arecords\x18\x01 \x03(\v2\x12.dsec.v1.LogRecordR\arecords\"}\n" +
 	"\x11SetVerdictRequest\x12\x18\n" +
@@ -1259,10 +1276,11 @@ const file_dsec_v1_log_proto_rawDesc = "" +
 	"\rExportRequest\x121\n" +
 	"\x06filter\x18\x01 \x01(\v2\x19.dsec.v1.TrajectoryFilterR\x06filter\x12\x12\n" +
 	"\x04rows\x18\x02 \x01(\tR\x04rows\x12!\n" +
-	"\foutput_limit\x18\x03 \x01(\x03R\voutputLimit\"P\n" +
+	"\foutput_limit\x18\x03 \x01(\x03R\voutputLimit\"k\n" +
 	"\x0eExportResponse\x12\x12\n" +
 	"\x04rows\x18\x01 \x03(\tR\x04rows\x12*\n" +
-	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\">\n" +
+	"\x06errors\x18\x02 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\x12\x19\n" +
+	"\bleft_out\x18\x03 \x01(\x03R\aleftOut\">\n" +
 	"\x10ReadInputRequest\x12\x18\n" +
 	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x03R\x03seq\"'\n" +

@@ -409,7 +409,7 @@ type HostRestoreRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       *RestoreRequest        `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"`
 	LostHost      string                 `protobuf:"bytes,2,opt,name=lost_host,json=lostHost,proto3" json:"lost_host,omitempty"`  // whose log is to be fetched from the store; it was vouched for, or its lease is over
-	SilentMs      int64                  `protobuf:"varint,3,opt,name=silent_ms,json=silentMs,proto3" json:"silent_ms,omitempty"` // for how long the gateway has heard nothing of that host; -1 where the caller vouches
+	SilentMs      int64                  `protobuf:"varint,3,opt,name=silent_ms,json=silentMs,proto3" json:"silent_ms,omitempty"` // for how long the gateway has heard nothing of that host; -1 where the caller vouches, or the operator by lost_after
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -465,6 +465,110 @@ func (x *HostRestoreRequest) GetSilentMs() int64 {
 	return 0
 }
 
+type RecallRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	LostHost      string                 `protobuf:"bytes,1,opt,name=lost_host,json=lostHost,proto3" json:"lost_host,omitempty"`
+	Job           string                 `protobuf:"bytes,2,opt,name=job,proto3" json:"job,omitempty"`
+	Key           string                 `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecallRequest) Reset() {
+	*x = RecallRequest{}
+	mi := &file_dsec_v1_restore_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecallRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecallRequest) ProtoMessage() {}
+
+func (x *RecallRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_restore_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecallRequest.ProtoReflect.Descriptor instead.
+func (*RecallRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *RecallRequest) GetLostHost() string {
+	if x != nil {
+		return x.LostHost
+	}
+	return ""
+}
+
+func (x *RecallRequest) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *RecallRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+type RecallResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecallResponse) Reset() {
+	*x = RecallResponse{}
+	mi := &file_dsec_v1_restore_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecallResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecallResponse) ProtoMessage() {}
+
+func (x *RecallResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_restore_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecallResponse.ProtoReflect.Descriptor instead.
+func (*RecallResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *RecallResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
 // Redo is the payload of a record that says what a restore did with a step.
 type Redo struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -480,7 +584,7 @@ type Redo struct {
 
 func (x *Redo) Reset() {
 	*x = Redo{}
-	mi := &file_dsec_v1_restore_proto_msgTypes[4]
+	mi := &file_dsec_v1_restore_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -492,7 +596,7 @@ func (x *Redo) String() string {
 func (*Redo) ProtoMessage() {}
 
 func (x *Redo) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_restore_proto_msgTypes[4]
+	mi := &file_dsec_v1_restore_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -505,7 +609,7 @@ func (x *Redo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Redo.ProtoReflect.Descriptor instead.
 func (*Redo) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{4}
+	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Redo) GetSeq() int64 {
@@ -563,7 +667,7 @@ type Restored struct {
 
 func (x *Restored) Reset() {
 	*x = Restored{}
-	mi := &file_dsec_v1_restore_proto_msgTypes[5]
+	mi := &file_dsec_v1_restore_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -575,7 +679,7 @@ func (x *Restored) String() string {
 func (*Restored) ProtoMessage() {}
 
 func (x *Restored) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_restore_proto_msgTypes[5]
+	mi := &file_dsec_v1_restore_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -588,7 +692,7 @@ func (x *Restored) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Restored.ProtoReflect.Descriptor instead.
 func (*Restored) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{5}
+	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Restored) GetId() string {
@@ -632,7 +736,7 @@ type Recalled struct {
 
 func (x *Recalled) Reset() {
 	*x = Recalled{}
-	mi := &file_dsec_v1_restore_proto_msgTypes[6]
+	mi := &file_dsec_v1_restore_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -644,7 +748,7 @@ func (x *Recalled) String() string {
 func (*Recalled) ProtoMessage() {}
 
 func (x *Recalled) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_restore_proto_msgTypes[6]
+	mi := &file_dsec_v1_restore_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -657,7 +761,7 @@ func (x *Recalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recalled.ProtoReflect.Descriptor instead.
 func (*Recalled) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{6}
+	return file_dsec_v1_restore_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Recalled) GetHost() string {
@@ -736,7 +840,13 @@ const file_dsec_v1_restore_proto_rawDesc = "" +
 	"\x12HostRestoreRequest\x121\n" +
 	"\arequest\x18\x01 \x01(\v2\x17.dsec.v1.RestoreRequestR\arequest\x12\x1b\n" +
 	"\tlost_host\x18\x02 \x01(\tR\blostHost\x12\x1b\n" +
-	"\tsilent_ms\x18\x03 \x01(\x03R\bsilentMs\"\xad\x01\n" +
+	"\tsilent_ms\x18\x03 \x01(\x03R\bsilentMs\"P\n" +
+	"\rRecallRequest\x12\x1b\n" +
+	"\tlost_host\x18\x01 \x01(\tR\blostHost\x12\x10\n" +
+	"\x03job\x18\x02 \x01(\tR\x03job\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\"<\n" +
+	"\x0eRecallResponse\x12*\n" +
+	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox\"\xad\x01\n" +
 	"\x04Redo\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x03R\x03seq\x12\x14\n" +
 	"\x05state\x18\x02 \x01(\tR\x05state\x12*\n" +
@@ -756,9 +866,10 @@ const file_dsec_v1_restore_proto_rawDesc = "" +
 	"\tlast_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\blastTime\x12\x18\n" +
 	"\amissing\x18\x04 \x03(\x03R\amissing2N\n" +
 	"\x0eRestoreService\x12<\n" +
-	"\aRestore\x12\x17.dsec.v1.RestoreRequest\x1a\x18.dsec.v1.RestoreResponse2V\n" +
+	"\aRestore\x12\x17.dsec.v1.RestoreRequest\x1a\x18.dsec.v1.RestoreResponse2\x91\x01\n" +
 	"\x12HostRestoreService\x12@\n" +
-	"\aRestore\x12\x1b.dsec.v1.HostRestoreRequest\x1a\x18.dsec.v1.RestoreResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
+	"\aRestore\x12\x1b.dsec.v1.HostRestoreRequest\x1a\x18.dsec.v1.RestoreResponse\x129\n" +
+	"\x06Recall\x12\x16.dsec.v1.RecallRequest\x1a\x17.dsec.v1.RecallResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
 var (
 	file_dsec_v1_restore_proto_rawDescOnce sync.Once
@@ -772,38 +883,43 @@ func file_dsec_v1_restore_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_restore_proto_rawDescData
 }
 
-var file_dsec_v1_restore_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_dsec_v1_restore_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_dsec_v1_restore_proto_goTypes = []any{
 	(*RestoreRequest)(nil),        // 0: dsec.v1.RestoreRequest
 	(*RestoredStep)(nil),          // 1: dsec.v1.RestoredStep
 	(*RestoreResponse)(nil),       // 2: dsec.v1.RestoreResponse
 	(*HostRestoreRequest)(nil),    // 3: dsec.v1.HostRestoreRequest
-	(*Redo)(nil),                  // 4: dsec.v1.Redo
-	(*Restored)(nil),              // 5: dsec.v1.Restored
-	(*Recalled)(nil),              // 6: dsec.v1.Recalled
-	(*EnvVar)(nil),                // 7: dsec.v1.EnvVar
-	(*Sandbox)(nil),               // 8: dsec.v1.Sandbox
-	(*timestamppb.Timestamp)(nil), // 9: google.protobuf.Timestamp
-	(*Outcome)(nil),               // 10: dsec.v1.Outcome
+	(*RecallRequest)(nil),         // 4: dsec.v1.RecallRequest
+	(*RecallResponse)(nil),        // 5: dsec.v1.RecallResponse
+	(*Redo)(nil),                  // 6: dsec.v1.Redo
+	(*Restored)(nil),              // 7: dsec.v1.Restored
+	(*Recalled)(nil),              // 8: dsec.v1.Recalled
+	(*EnvVar)(nil),                // 9: dsec.v1.EnvVar
+	(*Sandbox)(nil),               // 10: dsec.v1.Sandbox
+	(*timestamppb.Timestamp)(nil), // 11: google.protobuf.Timestamp
+	(*Outcome)(nil),               // 12: dsec.v1.Outcome
 }
 var file_dsec_v1_restore_proto_depIdxs = []int32{
-	7,  // 0: dsec.v1.RestoreRequest.secrets:type_name -> dsec.v1.EnvVar
-	8,  // 1: dsec.v1.RestoreResponse.sandbox:type_name -> dsec.v1.Sandbox
-	9,  // 2: dsec.v1.RestoreResponse.last_time:type_name -> google.protobuf.Timestamp
+	9,  // 0: dsec.v1.RestoreRequest.secrets:type_name -> dsec.v1.EnvVar
+	10, // 1: dsec.v1.RestoreResponse.sandbox:type_name -> dsec.v1.Sandbox
+	11, // 2: dsec.v1.RestoreResponse.last_time:type_name -> google.protobuf.Timestamp
 	1,  // 3: dsec.v1.RestoreResponse.asks:type_name -> dsec.v1.RestoredStep
 	1,  // 4: dsec.v1.RestoreResponse.diverged:type_name -> dsec.v1.RestoredStep
 	0,  // 5: dsec.v1.HostRestoreRequest.request:type_name -> dsec.v1.RestoreRequest
-	10, // 6: dsec.v1.Redo.outcome:type_name -> dsec.v1.Outcome
-	9,  // 7: dsec.v1.Recalled.last_time:type_name -> google.protobuf.Timestamp
-	0,  // 8: dsec.v1.RestoreService.Restore:input_type -> dsec.v1.RestoreRequest
-	3,  // 9: dsec.v1.HostRestoreService.Restore:input_type -> dsec.v1.HostRestoreRequest
-	2,  // 10: dsec.v1.RestoreService.Restore:output_type -> dsec.v1.RestoreResponse
-	2,  // 11: dsec.v1.HostRestoreService.Restore:output_type -> dsec.v1.RestoreResponse
-	10, // [10:12] is the sub-list for method output_type
-	8,  // [8:10] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	10, // 6: dsec.v1.RecallResponse.sandbox:type_name -> dsec.v1.Sandbox
+	12, // 7: dsec.v1.Redo.outcome:type_name -> dsec.v1.Outcome
+	11, // 8: dsec.v1.Recalled.last_time:type_name -> google.protobuf.Timestamp
+	0,  // 9: dsec.v1.RestoreService.Restore:input_type -> dsec.v1.RestoreRequest
+	3,  // 10: dsec.v1.HostRestoreService.Restore:input_type -> dsec.v1.HostRestoreRequest
+	4,  // 11: dsec.v1.HostRestoreService.Recall:input_type -> dsec.v1.RecallRequest
+	2,  // 12: dsec.v1.RestoreService.Restore:output_type -> dsec.v1.RestoreResponse
+	2,  // 13: dsec.v1.HostRestoreService.Restore:output_type -> dsec.v1.RestoreResponse
+	5,  // 14: dsec.v1.HostRestoreService.Recall:output_type -> dsec.v1.RecallResponse
+	12, // [12:15] is the sub-list for method output_type
+	9,  // [9:12] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_restore_proto_init() }
@@ -818,7 +934,7 @@ func file_dsec_v1_restore_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_restore_proto_rawDesc), len(file_dsec_v1_restore_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -51,6 +51,7 @@ type StepTrace struct {
 	TookUs          int64                  `protobuf:"varint,24,opt,name=took_us,json=tookUs,proto3" json:"took_us,omitempty"`             // that comparing files took
 	Number          int64                  `protobuf:"varint,25,opt,name=number,proto3" json:"number,omitempty"`                           // of the step in its trajectory, from 1; in answers alone
 	Seq             int64                  `protobuf:"varint,26,opt,name=seq,proto3" json:"seq,omitempty"`                                 // of the step's start; in answers alone
+	Redo            int64                  `protobuf:"varint,28,opt,name=redo,proto3" json:"redo,omitempty"`                               // epoch of the restore that did the step again: the first trace of the step stands beside this one
 	Previous        string                 `protobuf:"bytes,27,opt,name=previous,proto3" json:"previous,omitempty"`                        // key of the step that was told before this one; empty where the host was started again in between
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -264,6 +265,13 @@ func (x *StepTrace) GetNumber() int64 {
 func (x *StepTrace) GetSeq() int64 {
 	if x != nil {
 		return x.Seq
+	}
+	return 0
+}
+
+func (x *StepTrace) GetRedo() int64 {
+	if x != nil {
+		return x.Redo
 	}
 	return 0
 }
@@ -1099,7 +1107,7 @@ var File_dsec_v1_trace_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_trace_proto_rawDesc = "" +
 	"\n" +
-	"\x13dsec/v1/trace.proto\x12\adsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8a\a\n" +
+	"\x13dsec/v1/trace.proto\x12\adsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9e\a\n" +
 	"\tStepTrace\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x14\n" +
 	"\x05level\x18\x02 \x01(\tR\x05level\x12)\n" +
@@ -1134,7 +1142,8 @@ const file_dsec_v1_trace_proto_rawDesc = "" +
 	"\alacking\x18\x17 \x03(\tR\alacking\x12\x17\n" +
 	"\atook_us\x18\x18 \x01(\x03R\x06tookUs\x12\x16\n" +
 	"\x06number\x18\x19 \x01(\x03R\x06number\x12\x10\n" +
-	"\x03seq\x18\x1a \x01(\x03R\x03seq\x12\x1a\n" +
+	"\x03seq\x18\x1a \x01(\x03R\x03seq\x12\x12\n" +
+	"\x04redo\x18\x1c \x01(\x03R\x04redo\x12\x1a\n" +
 	"\bprevious\x18\x1b \x01(\tR\bprevious\"\x8e\x01\n" +
 	"\tPathState\x12\x12\n" +
 	"\x04type\x18\x01 \x01(\tR\x04type\x12\x12\n" +

@@ -40,6 +40,9 @@ const (
 	// HostRestoreServiceRestoreProcedure is the fully-qualified name of the HostRestoreService's
 	// Restore RPC.
 	HostRestoreServiceRestoreProcedure = "/dsec.v1.HostRestoreService/Restore"
+	// HostRestoreServiceRecallProcedure is the fully-qualified name of the HostRestoreService's Recall
+	// RPC.
+	HostRestoreServiceRecallProcedure = "/dsec.v1.HostRestoreService/Recall"
 )
 
 // RestoreServiceClient is a client for the dsec.v1.RestoreService service.
@@ -121,6 +124,9 @@ func (UnimplementedRestoreServiceHandler) Restore(context.Context, *connect.Requ
 // HostRestoreServiceClient is a client for the dsec.v1.HostRestoreService service.
 type HostRestoreServiceClient interface {
 	Restore(context.Context, *connect.Request[v1.HostRestoreRequest]) (*connect.Response[v1.RestoreResponse], error)
+	// Recall shuts a host that is gone out of the store, and takes over what the store has of the trajectory of a key: its sandbox is over
+	// then. It answers the sandbox that this host knows of the key, not_found when neither knows one.
+	Recall(context.Context, *connect.Request[v1.RecallRequest]) (*connect.Response[v1.RecallResponse], error)
 }
 
 // NewHostRestoreServiceClient constructs a client for the dsec.v1.HostRestoreService service. By
@@ -140,12 +146,19 @@ func NewHostRestoreServiceClient(httpClient connect.HTTPClient, baseURL string, 
 			connect.WithSchema(hostRestoreServiceMethods.ByName("Restore")),
 			connect.WithClientOptions(opts...),
 		),
+		recall: connect.NewClient[v1.RecallRequest, v1.RecallResponse](
+			httpClient,
+			baseURL+HostRestoreServiceRecallProcedure,
+			connect.WithSchema(hostRestoreServiceMethods.ByName("Recall")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // hostRestoreServiceClient implements HostRestoreServiceClient.
 type hostRestoreServiceClient struct {
 	restore *connect.Client[v1.HostRestoreRequest, v1.RestoreResponse]
+	recall  *connect.Client[v1.RecallRequest, v1.RecallResponse]
 }
 
 // Restore calls dsec.v1.HostRestoreService.Restore.
@@ -153,9 +166,17 @@ func (c *hostRestoreServiceClient) Restore(ctx context.Context, req *connect.Req
 	return c.restore.CallUnary(ctx, req)
 }
 
+// Recall calls dsec.v1.HostRestoreService.Recall.
+func (c *hostRestoreServiceClient) Recall(ctx context.Context, req *connect.Request[v1.RecallRequest]) (*connect.Response[v1.RecallResponse], error) {
+	return c.recall.CallUnary(ctx, req)
+}
+
 // HostRestoreServiceHandler is an implementation of the dsec.v1.HostRestoreService service.
 type HostRestoreServiceHandler interface {
 	Restore(context.Context, *connect.Request[v1.HostRestoreRequest]) (*connect.Response[v1.RestoreResponse], error)
+	// Recall shuts a host that is gone out of the store, and takes over what the store has of the trajectory of a key: its sandbox is over
+	// then. It answers the sandbox that this host knows of the key, not_found when neither knows one.
+	Recall(context.Context, *connect.Request[v1.RecallRequest]) (*connect.Response[v1.RecallResponse], error)
 }
 
 // NewHostRestoreServiceHandler builds an HTTP handler from the service implementation. It returns
@@ -171,10 +192,18 @@ func NewHostRestoreServiceHandler(svc HostRestoreServiceHandler, opts ...connect
 		connect.WithSchema(hostRestoreServiceMethods.ByName("Restore")),
 		connect.WithHandlerOptions(opts...),
 	)
+	hostRestoreServiceRecallHandler := connect.NewUnaryHandler(
+		HostRestoreServiceRecallProcedure,
+		svc.Recall,
+		connect.WithSchema(hostRestoreServiceMethods.ByName("Recall")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/dsec.v1.HostRestoreService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case HostRestoreServiceRestoreProcedure:
 			hostRestoreServiceRestoreHandler.ServeHTTP(w, r)
+		case HostRestoreServiceRecallProcedure:
+			hostRestoreServiceRecallHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -186,4 +215,8 @@ type UnimplementedHostRestoreServiceHandler struct{}
 
 func (UnimplementedHostRestoreServiceHandler) Restore(context.Context, *connect.Request[v1.HostRestoreRequest]) (*connect.Response[v1.RestoreResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.HostRestoreService.Restore is not implemented"))
+}
+
+func (UnimplementedHostRestoreServiceHandler) Recall(context.Context, *connect.Request[v1.RecallRequest]) (*connect.Response[v1.RecallResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.HostRestoreService.Recall is not implemented"))
 }
