@@ -13,6 +13,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/guest"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trace"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -256,6 +257,9 @@ func (r *restoring) check(ctx context.Context, d *deed) (done bool, err error) {
 		return false, fmt.Errorf("check of step %s: %w", d.key, err)
 	case o == nil:
 		return false, fmt.Errorf("check of step %s: did not end: %w", d.key, sandbox.ErrState)
+	}
+	r.b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
+	switch {
 	case o.Kind == sandbox.Exited && o.Code == 0:
 		return true, nil
 	case o.Kind == sandbox.Exited && o.Code == 1:
@@ -327,6 +331,7 @@ func (r *restoring) end(ctx context.Context, d *deed, rec *trajectory.Record) er
 			return errors.Join(fmt.Errorf("step %s: does not end: %w", d.key, sandbox.ErrState), err)
 		}
 	}
+	r.b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
 	verdict, how := compareOutcomes(was, rpc.OutcomeProto(*o))
 	if err := r.b.noteRedo(d.key, &dsecv1.Redo{Seq: int64(d.seq), State: redoEnded, Outcome: rpc.OutcomeProto(*o), Verdict: verdict, Differs: how}); err != nil {
 		return err
@@ -554,6 +559,7 @@ func (r *restoring) changeFiles(ctx context.Context, d *deed, start, end *trajec
 // seal completes a restore: from its last record on the new sandbox is the trajectory's.
 func (r *restoring) seal(ctx context.Context) error {
 	b := r.b
+	b.traceForget(ctx, r.inst, trace.Ask{Files: true})
 	b.mu.Lock()
 	if b.ending {
 		err := b.gone()
@@ -573,6 +579,7 @@ func (r *restoring) seal(ctx context.Context) error {
 		again, s := b.redos[key], b.steps[key]
 		o := *again.early
 		b.mu.Unlock()
+		b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
 		if err := b.noteRedo(key, &dsecv1.Redo{Seq: int64(s.seq), State: redoEnded, Outcome: rpc.OutcomeProto(o), TakesOver: again.takesOver, Verdict: redoNotCompared}); err != nil {
 			return err
 		}

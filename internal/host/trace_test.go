@@ -7,6 +7,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/backend/fake"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -196,5 +198,33 @@ func TestTraceOfABackendThatCant(t *testing.T) {
 	r.mustStop(b)
 	if n := len(r.told(b)); n != 0 {
 		t.Errorf("%d traces", n)
+	}
+}
+
+// What a restore does again is nobody's next step: it is looked at and not recorded, the files last.
+func TestRestoreForgetsWhatItDidAgain(t *testing.T) {
+	r, l := tracedRig(t, func() time.Duration { return 0 })
+	old := r.create("k", light)
+	old.mustRun(t, "a", "true")
+	old.mustRun(t, "b", "true")
+	r.loseKeeper(old)
+	l.mu.Lock()
+	l.asks = nil
+	l.mu.Unlock()
+	b, _ := r.mustRestore("k", nil)
+	l.mu.Lock()
+	asks := l.asks
+	l.mu.Unlock()
+	if len(asks) != 3 || asks[0].Files || asks[1].Files || !asks[2].Files {
+		t.Errorf("asked of two steps that were done again: %+v", asks)
+	}
+	b.mustRun(t, "c", "true")
+	r.mustStop(b)
+	var steps []string
+	for _, p := range r.told(b) {
+		steps = append(steps, p.Step)
+	}
+	if d := cmp.Diff([]string{"a", "b", "c"}, steps); d != "" {
+		t.Error(d)
 	}
 }
