@@ -95,7 +95,7 @@ func (x *restoreCmd) print(r *client.Restored) {
 	list("differs", r.Diverged, r.Differing)
 	switch r.State {
 	case "restored":
-		fmt.Printf("%s: %d steps done again, %d skipped", r.Sandbox.ID, r.RepeatedSteps, r.SkippedSteps)
+		fmt.Printf("%s: %s done again, %d skipped", r.Sandbox.ID, plural(int(r.RepeatedSteps), "step"), r.SkippedSteps)
 		if len(r.Running) > 0 {
 			fmt.Printf("; running: %s", strings.Join(r.Running, " "))
 		}

@@ -163,6 +163,10 @@ func explain(err error) string {
 		return text + "\nGive the key with --key-file or DSEC_KEY; `dsec up` wrote the first one beside its socket."
 	case errors.Is(err, client.ErrNotFound) && strings.HasPrefix(text, "sandbox "):
 		return text + "\n" + noSandbox
+	case errors.Is(err, client.ErrInvalid) && strings.HasPrefix(text, "restore: sandbox id "):
+		return text + "\nA name is that of a living sandbox; one that is gone is restored by its ID (`dsec ps -a`) or by --job and --create-key."
+	case errors.Is(err, client.ErrNotFound) && strings.HasPrefix(text, "screen: "):
+		return text + "\nNo display server serves RFB there; start one inside or name its --port (docs/ops/desktop.md)."
 	case errors.Is(err, context.Canceled):
 		return "interrupted"
 	}
