@@ -49,7 +49,8 @@ type blob struct {
 	mu       sync.RWMutex // shared while the cache file is read, so that what is read is not punched
 	file     *os.File     // cache file; nil: not opened yet, or can't be
 	mapFile  *os.File
-	opened   bool // an attempt to open was made
+	opened   bool      // an attempt to open was made
+	again    time.Time // of one that failed: not before this the next one
 	state    []uint8
 	last     []atomic.Uint32 // last use of each unit, seconds since the daemon's start
 	kept     int             // units in the file
@@ -83,30 +84,44 @@ func (b *blob) verify(i int, data []byte) bool {
 
 func (b *blob) path(ext string) string { return filepath.Join(b.s.cfg.CacheDir, b.hex+ext) }
 
-// openFiles opens the cache's files, with b.mu held. Without them the blob is served from memory.
+// openFiles opens the cache's files, with b.mu held. Without them the blob is served from memory; a disk that was full may have room later.
 func (b *blob) openFiles() {
-	if b.opened {
+	if b.opened && (b.again.IsZero() || time.Now().Before(b.again)) {
 		return
 	}
-	b.opened = true
-	file, err := os.OpenFile(b.path(".data"), os.O_RDWR|os.O_CREATE, 0o600)
+	late := b.opened // adopt has counted what the files hold otherwise
+	b.opened, b.again = true, time.Time{}
+	err := b.openBoth()
 	if err != nil {
+		b.again = time.Now().Add(b.s.patience)
 		b.s.cacheFailed(err)
 		return
+	}
+	for i, st := range b.state {
+		if late && st != absent {
+			b.s.size.Add(int64(b.data.unitLen(i)))
+		}
+	}
+}
+
+func (b *blob) openBoth() error {
+	file, err := os.OpenFile(b.path(".data"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
 	}
 	m, err := os.OpenFile(b.path(".map"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err == nil {
 		err = b.load(file, m)
 	}
 	if err != nil {
-		b.s.cacheFailed(err)
 		file.Close()
 		if m != nil {
 			m.Close()
 		}
-		return
+		return err
 	}
 	b.file, b.mapFile = file, m
+	return nil
 }
 
 // load takes over what the files hold.
@@ -420,7 +435,7 @@ func (b *blob) closeCache() {
 		b.file.Close()
 		b.mapFile.Close()
 	}
-	b.file, b.mapFile, b.opened = nil, nil, false
+	b.file, b.mapFile, b.opened, b.again = nil, nil, false, time.Time{}
 }
 
 // usedElsewhere reports whether anybody has the file open but own: then no write lease on it is granted.

@@ -58,7 +58,7 @@ func (s *Server) cacheFull(err error) {
 	if until := s.fullUntil.Load(); until == 0 || time.Now().UnixNano() >= until {
 		s.log.Warn("the cache's disk is full: the cache does not grow", "folder", s.cfg.CacheDir, "octets", s.size.Load(), "err", err)
 		s.fullAt.Store(s.size.Load())
-		s.fullUntil.Store(time.Now().Add(fullFor).UnixNano())
+		s.fullUntil.Store(time.Now().Add(s.patience).UnixNano())
 	}
 }
 

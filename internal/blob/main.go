@@ -57,6 +57,10 @@ func (l *list) String() string     { return strings.Join(*l, " ") }
 func (l *list) Set(s string) error { *l = append(*l, s); return nil }
 
 func run(args []string, open func([]string) (store.Store, error), log *slog.Logger) error {
+	heir := len(args) > 0 && args[0] == heirFlag
+	if heir {
+		args = args[1:]
+	}
 	var c Config
 	var stores list
 	var group string
@@ -78,6 +82,10 @@ func run(args []string, open func([]string) (store.Store, error), log *slog.Logg
 	if err := c.fill(); err != nil {
 		return err
 	}
+	if heir {
+		debug.SetGCPercent(20)
+		return inherit(c.RunDir, args)
+	}
 	unix.CloseOnExec(fuseFD)
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
@@ -85,6 +93,11 @@ func run(args []string, open func([]string) (store.Store, error), log *slog.Logg
 	debug.SetMemoryLimit(memoryLimit)
 	debug.SetGCPercent(heapGrowth)
 	protect(group, log)
+	if dismiss, err := bequeath(args); err != nil {
+		log.Warn("reads will hang should this process and its host die", "err", err)
+	} else {
+		defer dismiss()
+	}
 	st, err := open(stores)
 	if err != nil {
 		return err

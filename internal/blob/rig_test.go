@@ -183,6 +183,7 @@ type rig struct {
 	mount  *os.File
 	keep   *os.File // the connection, as the keeper holds it
 	client *Client
+	tune   func(*Server) // before it runs
 	end    context.CancelFunc
 	done   chan error
 }
@@ -201,12 +202,17 @@ func needFuse(t testing.TB) {
 
 func newRig(t testing.TB, st *trouble, change func(*Config)) *rig {
 	t.Helper()
+	return newTunedRig(t, st, change, func(*Server) {})
+}
+
+func newTunedRig(t testing.TB, st *trouble, change func(*Config), tune func(*Server)) *rig {
+	t.Helper()
 	needFuse(t)
 	// /tmp may be a memory file system.
 	dir, err := os.MkdirTemp("/var/tmp", "dsec-blob-")
 	do(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	r := &rig{t: t, store: st, cfg: Config{RunDir: filepath.Join(dir, "run"), CacheDir: filepath.Join(dir, "cache"), Limit: 1 << 30, Deadline: 2 * time.Second}}
+	r := &rig{t: t, store: st, tune: tune, cfg: Config{RunDir: filepath.Join(dir, "run"), CacheDir: filepath.Join(dir, "cache"), Limit: 1 << 30, Deadline: 2 * time.Second}}
 	if change != nil {
 		change(&r.cfg)
 	}
@@ -234,6 +240,7 @@ func (r *rig) start(fuse *os.File) {
 	r.t.Helper()
 	s, err := NewServer(r.cfg, r.store, fuse, slog.New(slog.NewTextHandler(io.Discard, nil)))
 	do(r.t, err)
+	r.tune(s)
 	ctx, cancel := context.WithCancel(context.Background())
 	r.server, r.end, r.done = s, cancel, make(chan error, 1)
 	go func() { r.done <- s.Run(ctx) }()

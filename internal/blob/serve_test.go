@@ -339,6 +339,62 @@ func TestFullCacheDisk(t *testing.T) {
 	}
 }
 
+// The cache's disk is full to the last octet, then the store dies too: a read is an error at the deadline, not before, no octet is wrong, and when
+// both are well again so is the cache.
+func TestFullCacheDiskAndADeadStore(t *testing.T) {
+	needFuse(t)
+	st := newTrouble()
+	content := random((recentUnits+16)*UnitSize, 42)
+	d := st.add(content)
+	small := t.TempDir()
+	do(t, unix.Mount("dsec-test", small, "tmpfs", 0, "size=8m"))
+	t.Cleanup(func() { unix.Unmount(small, unix.MNT_DETACH) })
+	other := filepath.Join(small, "other")
+	fill := func() {
+		f, err := os.Create(other)
+		do(t, err)
+		defer f.Close()
+		for {
+			if _, err := f.Write(make([]byte, 4096)); err != nil {
+				if !errors.Is(err, unix.ENOSPC) {
+					t.Fatal(err)
+				}
+				return
+			}
+		}
+	}
+	fill()
+	r := newTunedRig(t, st, func(c *Config) { c.CacheDir, c.Deadline = small, time.Second }, func(s *Server) { s.patience = 300 * time.Millisecond })
+	f := r.open(d)
+	same(t, f, content)
+	st.set(func() { st.fail = func(string, int64) error { return errDead } })
+	buf := make([]byte, 4096)
+	began := time.Now()
+	// The first units have left the memory of the last ones.
+	if _, err := f.ReadAt(buf, 0); !errors.Is(err, unix.EIO) || time.Since(began) < 900*time.Millisecond {
+		t.Errorf("after %v: %v, want EIO at the deadline", time.Since(began), err)
+	}
+	r.restart() // also one that starts in the middle of it
+	if _, err := f.ReadAt(buf, 5*UnitSize); !errors.Is(err, unix.EIO) {
+		t.Errorf("after a restart: %v, want EIO", err)
+	}
+	st.set(func() { st.fail = nil })
+	same(t, f, content)
+	do(t, os.Remove(other))
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) {
+		same(t, f, content)
+		s, err := r.client.Stats(context.Background())
+		do(t, err)
+		if s.Cached >= 4*UnitSize {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("the cache does not grow again: %+v", s)
+		}
+	}
+	same(t, f, content)
+}
+
 func TestPrefetchFetchesTheHotFront(t *testing.T) {
 	st := newTrouble()
 	content := random(20*UnitSize, 51)

@@ -89,6 +89,7 @@ type Server struct {
 	size      atomic.Int64 // octets in the cache
 	fullUntil atomic.Int64 // Unix nanoseconds
 	fullAt    atomic.Int64
+	patience  time.Duration // fullFor
 	told      atomic.Int64
 	toldFetch atomic.Int64
 	evicting  sync.Mutex
@@ -138,7 +139,7 @@ func NewServer(cfg Config, st store.Store, fuse *os.File, log *slog.Logger) (*Se
 		return nil, fmt.Errorf("blobd: fuse connection: %w", err)
 	}
 	fuse.Close()
-	s := &Server{cfg: cfg, store: st, log: log, started: time.Now(), conn: &connection{fd: fd}, slots: make(chan struct{}, cfg.Fetches),
+	s := &Server{cfg: cfg, store: st, log: log, started: time.Now(), conn: &connection{fd: fd}, slots: make(chan struct{}, cfg.Fetches), patience: fullFor,
 		pending: make(chan struct{}, maxWaiting), recent: recent{limit: recentUnits}, held: held{more: make(chan struct{}, 1)}, waiting: map[uint64]*waiter{}, blobs: map[uint64]*blob{},
 		known: map[uint64]string{}, busy: map[string]orphan{}, opening: map[string]*regist{}}
 	if s.conn.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {

@@ -304,6 +304,93 @@ func TestHostAndDaemonDeadReadsWait(t *testing.T) {
 	}
 }
 
+// Host and daemon are both killed, and no host comes back: the daemon's heir takes over, as often as that happens, what waited goes on, and
+// nothing is left in the end.
+func TestHeirServesWithoutAHost(t *testing.T) {
+	h := newHouse(t, 0, nil)
+	content := random(6<<20, 5)
+	_, d := h.image(map[string][]byte{"f": content})
+	f, err := h.Open(context.Background(), d)
+	do(t, err)
+	defer f.Close()
+	h.halt()
+	pid := h.pid()
+	for i := range int64(2) {
+		do(t, syscall.Kill(pid, syscall.SIGKILL))
+		buf := make([]byte, 4096)
+		read := make(chan error, 1)
+		go func() {
+			_, err := f.ReadAt(buf, (i+1)<<20)
+			read <- err
+		}()
+		select {
+		case err := <-read:
+			do(t, err)
+		case <-time.After(60 * time.Second):
+			t.Fatal("the read hangs")
+		}
+		next := h.pid()
+		if next == pid {
+			t.Fatal("the daemon lives")
+		}
+		pid = next
+	}
+	h.start() // a host that comes back takes it over
+	if f2, err := h.Open(context.Background(), d); err != nil {
+		t.Error(err)
+	} else {
+		f2.Close()
+	}
+	if now := h.pid(); now != pid {
+		t.Errorf("the host replaced daemon %d by %d", pid, now)
+	}
+}
+
+// heirs are the heirs that wait for a daemon of the run folder.
+func heirs(t *testing.T, run string) (n int) {
+	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	do(t, err)
+	for _, name := range all {
+		text, _ := os.ReadFile(name)
+		if bytes.Contains(text, []byte("\x00"+heirFlag+"\x00")) && bytes.Contains(text, []byte("\x00"+run+"\x00")) {
+			n++
+		}
+	}
+	return n
+}
+
+// Each daemon has one heir; those of daemons that others replaced go, and with the last daemon the last.
+func TestHeirsGo(t *testing.T) {
+	h := newHouse(t, 0, nil)
+	_, d := h.image(map[string][]byte{"f": random(1<<20, 6)})
+	f, err := h.Open(context.Background(), d)
+	do(t, err)
+	f.Close()
+	for range 3 {
+		pid := h.pid()
+		do(t, syscall.Kill(pid, syscall.SIGKILL))
+		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+			f, err := h.Open(context.Background(), d) // by the next one
+			do(t, err)
+			f.Close()
+			if syscall.Kill(pid, 0) == syscall.ESRCH {
+				break
+			}
+		}
+	}
+	for end := time.Now().Add(heirWait + 20*time.Second); heirs(t, h.cfg.RunDir) != 1; time.Sleep(50 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d heirs of one daemon", heirs(t, h.cfg.RunDir))
+		}
+	}
+	h.halt()
+	h.park.drop()
+	do(t, h.Stop(context.Background()))
+	if n := heirs(t, h.cfg.RunDir); n != 0 {
+		t.Errorf("%d heirs are left", n)
+	}
+}
+
 func TestDaemonOfADeadKeeperIsReplaced(t *testing.T) {
 	h := newHouse(t, 0, nil)
 	_, d := h.image(map[string][]byte{"f": random(2<<20, 3)})
