@@ -128,6 +128,25 @@ func TestTraceTellsWhatStepsDid(t *testing.T) {
 	if err != nil || !strings.Contains(string(out), "- /srv/l") {
 		t.Errorf("%v %s", err, out)
 	}
+
+	// What a restore does again is not told of the step after it.
+	must(t, sb.Stop(within(t)))
+	again, err := s.client().Restore(within(t), sb.ID, client.RestoreOptions{})
+	must(t, err)
+	if again.State != "restored" {
+		t.Fatalf("%v", again)
+	}
+	sb = again.Sandbox
+	run("next", "echo 1 >/srv/new")
+	next := traceOf(t, sb, 7)["next"]
+	if change(t, next, "/srv/new"); len(next.GetFiles()) != 1 || len(next.GetProcesses()) != 1 {
+		t.Errorf("after a restore: %v", next)
+	}
+	file, err = sb.Trace(within(t), client.TraceOptions{File: "/srv/f"})
+	must(t, err)
+	if file.File.GetChangedLast() != "after" {
+		t.Errorf("after a restore: %v", file.File)
+	}
 }
 
 // As TestReplayNamesWhatWasChanged, of what only a trace can tell: a file that nobody reads, and a step whose effect nobody sees.
