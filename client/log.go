@@ -70,11 +70,12 @@ func (s *Sandbox) Records(ctx context.Context, from int64, follow bool) iter.Seq
 type ExportOptions struct {
 	Job         string
 	Labels      map[string]string
-	Reward      string   // as in ">0", "==1"; "none" has no reward, "any" has one
-	Ended       bool     // of ended sandboxes alone
-	Rows        string   // steps (default) | trajectories
-	OutputLimit int64    // octets of each stream in a row; 0 is 64 KiB, -1 none
-	Without     []string // labels that none has, as dsec-replay
+	Reward      string                   // as in ">0", "==1"; "none" has no reward, "any" has one
+	Ended       bool                     // of ended sandboxes alone
+	Rows        string                   // steps (default) | trajectories
+	OutputLimit int64                    // octets of each stream in a row; 0 is 64 KiB, -1 none
+	Without     []string                 // labels that none has, as dsec-replay
+	LeftOut     func(trajectories int64) // unless nil, is told how many Without alone left out
 }
 
 // Export writes rows of JSON, one a line, as they come; nothing is held whole. When hosts did not answer, what the others have is written
@@ -87,7 +88,9 @@ func (c *Client) Export(ctx context.Context, o ExportOptions, w io.Writer) error
 	}
 	defer st.Close()
 	var missing []*dsecv1.ItemError
+	var left int64
 	for st.Receive() {
+		left += st.Msg().GetLeftOut()
 		for _, row := range st.Msg().Rows {
 			if _, err := io.WriteString(w, row+"\n"); err != nil {
 				return err
@@ -97,6 +100,9 @@ func (c *Client) Export(ctx context.Context, o ExportOptions, w io.Writer) error
 	}
 	if err := st.Err(); err != nil {
 		return wrap(err)
+	}
+	if o.LeftOut != nil {
+		o.LeftOut(left)
 	}
 	return missingHosts("export", missing)
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -40,11 +39,13 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 	if x.Limit == 0 {
 		o.OutputLimit = -1
 	}
+	var left int64
+	o.Without, o.LeftOut = x.without(), func(n int64) { left = n }
 	if c.Output == "text" || c.Output == "json" || c.Output == "-" {
 		rows := x.rows(os.Stdout, "")
 		err := errors.Join(cl.Export(ctx, o, rows), rows.close())
 		if err == nil {
-			x.told(ctx, cl, rows)
+			x.told(ctx, cl, rows, left)
 		}
 		return err
 	}
@@ -67,15 +68,22 @@ func (x *exportCmd) Run(ctx context.Context, c *cli) (err error) {
 	}
 	fmt.Fprintf(os.Stderr, "%s in %s\n", plural(rows.lines, "row"), plain(c.Output))
 	if err == nil {
-		x.told(ctx, cl, rows)
+		x.told(ctx, cl, rows, left)
 	}
 	return err // of hosts that did not answer
 }
 
+// without are the labels that no row's sandbox has: that of replays, unless they were asked for.
+func (x *exportCmd) without() []string {
+	if _, asked := x.Label[replayLabel]; asked || x.Replay || x.Job != "" {
+		return nil
+	}
+	return []string{replayLabel}
+}
+
 // rows takes the rows of an export to w.
 func (x *exportCmd) rows(w io.Writer, name string) *counter {
-	_, asked := x.Label[replayLabel]
-	c := &counter{w: bufio.NewWriterSize(w, 1<<20), noReplays: x.Job == "" && !x.Replay && !asked}
+	c := &counter{w: bufio.NewWriterSize(w, 1<<20)}
 	if x.Format == "parquet" || x.Format == "" && strings.HasSuffix(name, ".parquet") {
 		c.columns = newParquetWriter(c.w)
 	}
@@ -83,21 +91,20 @@ func (x *exportCmd) rows(w io.Writer, name string) *counter {
 }
 
 // told says what a reader may miss in the rows.
-func (x *exportCmd) told(ctx context.Context, cl *client.Client, rows *counter) {
-	if rows.left > 0 {
-		say("%s of replays left out (--with-replays)", plural(rows.left, "row"))
+func (x *exportCmd) told(ctx context.Context, cl *client.Client, rows *counter, left int64) {
+	if left > 0 {
+		say("%s left out (--with-replays)", plural(int(left), "replay"))
 	}
 	if rows.lines == 0 && x.Job != "" {
 		sayNone(ctx, cl, x.Job)
 	}
 }
 
-// counter counts the rows, each of which is one write, and leaves those of replays out where they were not asked for.
+// counter counts the rows, each of which is one write.
 type counter struct {
-	w           *bufio.Writer
-	noReplays   bool
-	lines, left int
-	columns     *parquetWriter // nil: lines of JSON
+	w       *bufio.Writer
+	lines   int
+	columns *parquetWriter // nil: lines of JSON
 }
 
 func (c *counter) close() error {
@@ -109,26 +116,9 @@ func (c *counter) close() error {
 	return c.w.Flush()
 }
 
-// ofReplay tells whether the row is of a sandbox that a replay made. Few rows hold the label's name, so few are read twice.
-func ofReplay(row []byte) bool {
-	if !bytes.Contains(row, []byte(replayLabel)) {
-		return false
-	}
-	var r struct{ Labels map[string]string }
-	if json.Unmarshal(row, &r) != nil {
-		return false
-	}
-	_, is := r.Labels[replayLabel]
-	return is
-}
-
 var _ io.Writer = (*counter)(nil)
 
 func (c *counter) Write(p []byte) (int, error) {
-	if c.noReplays && ofReplay(p) {
-		c.left++
-		return len(p), nil
-	}
 	c.lines++
 	if c.columns != nil {
 		return c.columns.Write(p)

@@ -44,18 +44,34 @@ func (x *removeLogsCmd) Run(ctx context.Context, c *cli) error {
 }
 
 type showLogsCmd struct {
-	ID     string `arg:"" help:"Sandbox ID or name (ended ones too, by ID)."`
+	ID     string `arg:"" optional:"" help:"Sandbox ID or name (ended ones too, by ID)."`
+	Calls  bool   `help:"The function calls of a job (--job), instead of a sandbox."`
+	Job    string `help:"Job of --calls; without it those that name none." placeholder:"JOB"`
 	Follow bool   `short:"f" help:"Go on until the sandbox has ended."`
 	From   int64  `help:"First sequence number." default:"1"`
 	Quiet  bool   `short:"q" help:"Without the output of the commands."`
 }
 
+// callStream is the key of a job's function calls.
+const callStream = "!fncall"
+
 func (x *showLogsCmd) Run(ctx context.Context, c *cli) error {
+	switch {
+	case (x.ID == "") != x.Calls:
+		return errors.New("give the ID or name of a sandbox, or --calls for the function calls of a job")
+	case x.Job != "" && !x.Calls:
+		return errors.New("--job: goes with --calls; a sandbox is named by its ID or name")
+	case x.Follow && x.Calls:
+		return errors.New("--follow: the calls of a job have no end to wait for")
+	}
 	cl, err := c.client(ctx)
 	if err != nil {
 		return err
 	}
 	q := &dsecv1.ReadLogRequest{Sandbox: x.ID, FromSeq: x.From, Follow: x.Follow, Output: !x.Quiet}
+	if x.Calls {
+		q.Job, q.Key = x.Job, callStream
+	}
 	if c.Output == "json" {
 		return cl.Log(ctx, q, func(r *dsecv1.LogRecord) error {
 			b, err := marshal(r, false)
@@ -82,6 +98,12 @@ func printRecord(r *dsecv1.LogRecord) error {
 			head = strings.Repeat(" ", len(head))
 		}
 		return nil
+	case "call":
+		_, err := fmt.Printf("%s %s program of %d octets, kept: %s\n", head, r.Step, r.Length, r.Input)
+		return err
+	case "call_end":
+		_, err := fmt.Printf("%s %s %s\n", head, r.Step, plain(answerText(r.ResponseJson)))
+		return err
 	case "verdict":
 		_, err := fmt.Printf("%s %s\n", head, verdictText(r.Verdict))
 		return err
@@ -201,4 +223,52 @@ func outcomeText(o *dsecv1.Outcome) string {
 		fmt.Fprintf(&b, ", peak %s", octetText(o.MemoryPeak))
 	}
 	return b.String()
+}
+
+// answerText shows what a function call came to: its verdict, and the first line of what was printed.
+func answerText(j string) string {
+	type result struct {
+		Verdict, Stdout, Stderr, Error string
+	}
+	var a struct {
+		Verdict, FirstEnded               string
+		Compile, Result                   *result
+		Results                           []result
+		Program, Interactor               *result
+		ProgramCompile, InteractorCompile *result
+	}
+	if json.Unmarshal([]byte(j), &a) != nil {
+		return cut(j, 300)
+	}
+	words := []string{a.Verdict}
+	one := func(name string, r *result) {
+		if r == nil {
+			return
+		}
+		text := r.Verdict
+		for _, s := range []string{r.Error, r.Stdout, r.Stderr} {
+			if s != "" {
+				text += fmt.Sprintf(" %q", cut(s, 60))
+				break
+			}
+		}
+		words = append(words, name+" "+text)
+	}
+	one("compile", a.Compile)
+	one("run", a.Result)
+	if len(a.Results) > 0 {
+		n := map[string]int{}
+		var kinds []string
+		for _, r := range a.Results {
+			if n[r.Verdict]++; n[r.Verdict] == 1 {
+				kinds = append(kinds, r.Verdict)
+			}
+		}
+		for _, k := range kinds {
+			words = append(words, fmt.Sprintf("%s %d", k, n[k]))
+		}
+	}
+	one("program", a.Program)
+	one("interactor", a.Interactor)
+	return strings.TrimSpace(strings.Join(words, ", "))
 }

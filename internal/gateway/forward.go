@@ -3,11 +3,13 @@ package gateway
 import (
 	"context"
 	"fmt"
+	"strings"
 
 	"connectrpc.com/connect"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/api/dsec/v1/dsecv1connect"
+	"github.com/dsec-dev/dsec/internal/fncall"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
@@ -213,6 +215,9 @@ func (s logs) Read(ctx context.Context, r *connect.Request[dsecv1.ReadLogRequest
 	}
 	if r.Msg.Key == "" {
 		return errNoLog
+	}
+	if strings.HasPrefix(r.Msg.Key, fncall.Stream) {
+		return s.readCalls(ctx, r.Msg, out)
 	}
 	s.g.ready(ctx)
 	sb, p, err := s.g.find(ctx, s.g.fleet.Fleet(), finding{job: r.Msg.Job, key: r.Msg.Key})

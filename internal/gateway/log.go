@@ -59,6 +59,17 @@ func (s logs) Export(ctx context.Context, r *connect.Request[dsecv1.ExportReques
 	return out.Send(&dsecv1.ExportResponse{Errors: errs})
 }
 
+// readCalls streams the function calls of a job, which lie on every host that ran some.
+func (s logs) readCalls(ctx context.Context, q *dsecv1.ReadLogRequest, out *connect.ServerStream[dsecv1.ReadLogResponse]) error {
+	errs, err := inTurn(ctx, s.g, q, nil, out.Send, func(p *rpc.Peer) func(context.Context, *connect.Request[dsecv1.ReadLogRequest]) (*connect.ServerStreamForClient[dsecv1.ReadLogResponse], error) {
+		return p.Logs.Read
+	})
+	if err != nil || len(errs) == 0 {
+		return err
+	}
+	return fmt.Errorf("calls of job %s: what %s has is missing: %s: %w", jobOf(q.Job), errs[0].Id, errs[0].Message, rpc.ErrUnavailable)
+}
+
 // inTurn streams what every host has, one host after the other, so that nothing is held. Hosts that can't be asked are told at the end;
 // one that breaks off in the midst fails the call, since part of what it has was told.
 func inTurn[Q, S any](ctx context.Context, g *Gateway, q *Q, f *dsecv1.TrajectoryFilter, send func(*S) error,

@@ -172,18 +172,18 @@ func wholeRunes(p []byte) []byte {
 	return p
 }
 
-// export yields the rows of all trajectories that match.
-func (h *Host) export(ctx context.Context, q *dsecv1.ExportRequest, yield func(string) error) error {
+// export yields the rows of all trajectories that match, and answers how many nothing but their labels left out.
+func (h *Host) export(ctx context.Context, q *dsecv1.ExportRequest, yield func(string) error) (left int64, err error) {
 	limit, err := outputLimit(q.GetOutputLimit())
 	if err != nil {
-		return err
+		return 0, err
 	}
 	if q.GetRows() != "" && q.GetRows() != "steps" && q.GetRows() != "trajectories" {
-		return fmt.Errorf("rows %.40q: want steps or trajectories: %w", q.GetRows(), sandbox.ErrInvalid)
+		return 0, fmt.Errorf("rows %.40q: want steps or trajectories: %w", q.GetRows(), sandbox.ErrInvalid)
 	}
-	boxes, err := h.matching(ctx, q.GetFilter())
+	boxes, left, err := h.matching(ctx, q.GetFilter())
 	if err != nil {
-		return err
+		return 0, err
 	}
 	for _, b := range boxes {
 		p := b.proto()
@@ -193,7 +193,7 @@ func (h *Host) export(ctx context.Context, q *dsecv1.ExportRequest, yield func(s
 				err = yield(l)
 			}
 			if err != nil {
-				return err
+				return 0, err
 			}
 			continue
 		}
@@ -206,8 +206,8 @@ func (h *Host) export(ctx context.Context, q *dsecv1.ExportRequest, yield func(s
 			return yield(l)
 		})
 		if err != nil && !h.removed(b, err) {
-			return err
+			return 0, err
 		}
 	}
-	return nil
+	return left, nil
 }

@@ -35,7 +35,7 @@ func (s logService) Steps(ctx context.Context, req *connect.Request[dsecv1.Steps
 	if err != nil {
 		return err
 	}
-	boxes, err := s.h.matching(ctx, req.Msg.GetFilter())
+	boxes, _, err := s.h.matching(ctx, req.Msg.GetFilter())
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func (h *Host) removed(b *box, err error) bool {
 func (s logService) Export(ctx context.Context, req *connect.Request[dsecv1.ExportRequest], stream *connect.ServerStream[dsecv1.ExportResponse]) error {
 	r := &dsecv1.ExportResponse{}
 	size := 0
-	err := s.h.export(ctx, req.Msg, func(line string) error {
+	left, err := s.h.export(ctx, req.Msg, func(line string) error {
 		r.Rows = append(r.Rows, line)
 		if size += len(line); size < batchOctets {
 			return nil
@@ -88,7 +88,7 @@ func (s logService) Export(ctx context.Context, req *connect.Request[dsecv1.Expo
 		r, size = &dsecv1.ExportResponse{}, 0
 		return err
 	})
-	if err != nil || len(r.Rows) == 0 {
+	if r.LeftOut = left; err != nil || len(r.Rows) == 0 && left == 0 {
 		return err
 	}
 	return stream.Send(r)

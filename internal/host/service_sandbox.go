@@ -199,6 +199,9 @@ const (
 // Read streams a trajectory's records; with follow until the sandbox has ended and all is told. It wakes nothing.
 func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLogRequest], stream *connect.ServerStream[dsecv1.ReadLogResponse]) error {
 	m, h := req.Msg, s.h
+	if isCalls(trajectory.ID{Key: m.GetKey()}) {
+		return s.readCalls(ctx, m, stream)
+	}
 	b, err := s.find(ctx, m)
 	if err != nil {
 		return err

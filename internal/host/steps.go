@@ -328,28 +328,34 @@ func rewardFilter(text string) (func(*dsecv1.Verdict) bool, error) {
 	return nil, fmt.Errorf("reward %.40q: want >, >=, <, <=, == or != and a number, or none or any: %w", text, sandbox.ErrInvalid)
 }
 
-// matching lists the caller's sandboxes, ended ones too, whose trajectories a filter picks, by ID.
-func (h *Host) matching(ctx context.Context, f *dsecv1.TrajectoryFilter) ([]*box, error) {
+// matching lists the caller's sandboxes, ended ones too, whose trajectories a filter picks, by ID, and counts those that nothing but their labels
+// left out.
+func (h *Host) matching(ctx context.Context, f *dsecv1.TrajectoryFilter) (all []*box, left int64, err error) {
 	if err := h.wait(ctx); err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	reward, err := rewardFilter(f.GetReward())
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
-	all := h.selected(ctx, &dsecv1.Selector{Ids: f.GetSandboxes(), Job: f.GetJob(), Labels: f.GetLabels(), IncludeEnded: true})
-	return slices.DeleteFunc(all, func(b *box) bool {
+	all = h.selected(ctx, &dsecv1.Selector{Ids: f.GetSandboxes(), Job: f.GetJob(), Labels: f.GetLabels(), IncludeEnded: true})
+	all = slices.DeleteFunc(all, func(b *box) bool {
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		for _, l := range f.GetWithoutLabels() {
-			if _, has := b.spec.Labels[l]; has {
-				return true
-			}
-		}
 		// Of a trajectory that was restored the last sandbox tells, unless another is named.
 		if b.next.Load() != nil && !slices.Contains(f.GetSandboxes(), string(b.id)) && b.successor() != nil {
 			return true
 		}
-		return f.GetEnded() && !b.state.Ended() || reward != nil && !reward(b.verdict)
-	}), nil
+		if f.GetEnded() && !b.state.Ended() || reward != nil && !reward(b.verdict) {
+			return true
+		}
+		for _, l := range f.GetWithoutLabels() {
+			if _, has := b.spec.Labels[l]; has {
+				left++
+				return true
+			}
+		}
+		return false
+	})
+	return all, left, nil
 }

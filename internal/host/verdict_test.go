@@ -147,9 +147,11 @@ func TestExportRows(t *testing.T) {
 		}
 		r.mustStop(b)
 	}
+	var left int64
 	export := func(q *dsecv1.ExportRequest) (rows []map[string]any) {
 		t.Helper()
-		err := r.h.export(ctx, q, func(l string) error {
+		var err error
+		left, err = r.h.export(ctx, q, func(l string) error {
 			if strings.Contains(l, "\n") {
 				t.Errorf("row with a newline: %q", l)
 			}
@@ -168,14 +170,18 @@ func TestExportRows(t *testing.T) {
 	for _, c := range []struct {
 		filter *dsecv1.TrajectoryFilter
 		want   []string
+		left   int64
 	}{
-		{&dsecv1.TrajectoryFilter{Job: "j"}, []string{"k0", "k1", "k2"}},
-		{&dsecv1.TrajectoryFilter{Job: "other"}, nil},
-		{&dsecv1.TrajectoryFilter{Labels: map[string]string{"fold": "k1"}}, []string{"k1"}},
-		{&dsecv1.TrajectoryFilter{Reward: ">1"}, []string{"k2"}},
-		{&dsecv1.TrajectoryFilter{Reward: "<= 1"}, []string{"k1"}},
-		{&dsecv1.TrajectoryFilter{Reward: "none", Ended: true}, []string{"k0"}},
-		{&dsecv1.TrajectoryFilter{Reward: "any"}, []string{"k1", "k2"}},
+		{&dsecv1.TrajectoryFilter{Job: "j"}, []string{"k0", "k1", "k2"}, 0},
+		{&dsecv1.TrajectoryFilter{Job: "other"}, nil, 0},
+		{&dsecv1.TrajectoryFilter{Labels: map[string]string{"fold": "k1"}}, []string{"k1"}, 0},
+		{&dsecv1.TrajectoryFilter{Reward: ">1"}, []string{"k2"}, 0},
+		{&dsecv1.TrajectoryFilter{Reward: "<= 1"}, []string{"k1"}, 0},
+		{&dsecv1.TrajectoryFilter{Reward: "none", Ended: true}, []string{"k0"}, 0},
+		{&dsecv1.TrajectoryFilter{Reward: "any"}, []string{"k1", "k2"}, 0},
+		{&dsecv1.TrajectoryFilter{WithoutLabels: []string{"other"}}, []string{"k0", "k1", "k2"}, 0},
+		{&dsecv1.TrajectoryFilter{WithoutLabels: []string{"other", "fold"}}, nil, 3},
+		{&dsecv1.TrajectoryFilter{WithoutLabels: []string{"fold"}, Reward: "any"}, nil, 2}, // what else leaves out is not counted
 	} {
 		for _, rows := range []string{"steps", "trajectories"} {
 			var got []string
@@ -183,8 +189,8 @@ func TestExportRows(t *testing.T) {
 				got = append(got, m["key"].(string))
 			}
 			slices.Sort(got)
-			if d := cmp.Diff(c.want, got); d != "" {
-				t.Errorf("%v %s: %s", c.filter, rows, d)
+			if d := cmp.Diff(c.want, got); d != "" || left != c.left {
+				t.Errorf("%v %s: %d left out, want %d: %s", c.filter, rows, left, c.left, d)
 			}
 		}
 	}
@@ -205,7 +211,8 @@ func TestExportRows(t *testing.T) {
 		t.Errorf("%v", row)
 	}
 	for _, q := range []*dsecv1.ExportRequest{{Rows: "columns"}, {OutputLimit: -2}, {Filter: &dsecv1.TrajectoryFilter{Reward: "> x"}}, {Filter: &dsecv1.TrajectoryFilter{Reward: "1"}}} {
-		wantErr(t, r.h.export(ctx, q, func(string) error { return nil }), sandbox.ErrInvalid)
+		_, err := r.h.export(ctx, q, func(string) error { return nil })
+		wantErr(t, err, sandbox.ErrInvalid)
 	}
 }
 
