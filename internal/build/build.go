@@ -82,7 +82,8 @@ type builder struct {
 	o   Options
 	out Result
 
-	stack   []string // layer IDs, lowest first
+	start   []string // layer IDs below the steps, lowest first
+	stack   []string // with those of the steps
 	env     map[string]string
 	workdir string
 	user    string
@@ -105,7 +106,7 @@ func Run(ctx context.Context, c *client.Client, f *File, o Options) (*Result, er
 		return nil, err
 	}
 	maps.Copy(b.env, f.Env)
-	start := append([]string{}, b.stack...)
+	b.start = append([]string{}, b.stack...)
 	for i := range f.Steps {
 		if err := b.step(ctx, i+1, &f.Steps[i]); err != nil {
 			return nil, err
@@ -116,7 +117,7 @@ func Run(ctx context.Context, c *client.Client, f *File, o Options) (*Result, er
 			return nil, err
 		}
 	}
-	if err := b.secrets(ctx, start); err != nil {
+	if err := b.secrets(ctx, b.start); err != nil {
 		return nil, err
 	}
 	if o.FailSecrets && len(b.out.Secrets) > 0 {
@@ -242,10 +243,11 @@ func (b *builder) push(l *dsecv1.Layer) {
 func (b *builder) cacheName(s *Step, copied string) (string, error) {
 	key := struct {
 		Format, Copied, Builder, Workdir, Network string
+		Owner                                     string `json:",omitempty"` // of the folder of the steps
 		Stack, Keep, Rules                        []string
 		Env                                       map[string]string
 		Step                                      Step
-	}{cacheFormat, copied, b.builderUser(), b.workdir, b.f.Network, b.stack, b.f.Keep, nil, nil, *s}
+	}{cacheFormat, copied, b.builderUser(), b.workdir, b.f.Network, b.workdirOwner(), b.stack, b.f.Keep, nil, nil, *s}
 	key.Step.Timeout = "" // changes nothing about what comes out
 	if s.Run != "" {
 		key.Env = b.env
@@ -318,11 +320,15 @@ func (b *builder) run(ctx context.Context, sb *client.Sandbox, n int, s *Step) e
 	if err != nil {
 		return err
 	}
-	if err := b.makeWorkdir(ctx, sb); err != nil {
+	own, err := b.makeWorkdir(ctx, sb)
+	if err != nil {
 		return err
 	}
 	timeout, _ := s.timeout()
 	if err := b.command(ctx, sb, n, s.String(), s.Run, b.builderUser(), timeout); err != nil {
+		return err
+	}
+	if err := own(ctx); err != nil {
 		return err
 	}
 	gone, err := clean(ctx, sb, at, before)
@@ -334,17 +340,6 @@ func (b *builder) run(ctx context.Context, sb *client.Sandbox, n int, s *Step) e
 	}
 	b.out.Removed = append(b.out.Removed, gone...)
 	return nil
-}
-
-// makeWorkdir makes the folder of the steps where it is missing, as one would expect of a build file that names it.
-func (b *builder) makeWorkdir(ctx context.Context, sb *client.Sandbox) error {
-	if b.workdir == "" {
-		return nil
-	}
-	if _, err := sb.FilesAs("root").Stat(ctx, b.workdir, true); err == nil || !errors.Is(err, client.ErrNotFound) {
-		return err
-	}
-	return sb.FilesAs(b.builderUser()).MakeDir(ctx, b.workdir, true)
 }
 
 // command runs shell text and passes its output on.
@@ -393,13 +388,21 @@ func (b *builder) copy(ctx context.Context, sb *client.Sandbox, s *Step, t *tree
 			return err
 		}
 	}
+	if _, err := b.makeWorkdir(ctx, sb); err != nil {
+		return err
+	}
+	return b.upload(ctx, sb, t.folder(s.To), func(w io.Writer) error { return t.write(w, uid, gid) })
+}
+
+// upload lays what write writes, a tar, below a folder of the sandbox, with the owners that it names.
+func (b *builder) upload(ctx context.Context, sb *client.Sandbox, to string, write func(io.Writer) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	r, w := io.Pipe()
-	go func() { w.CloseWithError(t.write(w, uid, gid)) }()
+	go func() { w.CloseWithError(write(w)) }()
 	defer r.Close()
 	st := b.c.FileService.Upload(ctx)
-	head := &dsecv1.UploadRequest{At: &dsecv1.Path{Sandbox: sb.ID, Path: t.folder(s.To), User: "root"}, Parents: true, KeepOwner: true}
+	head := &dsecv1.UploadRequest{At: &dsecv1.Path{Sandbox: sb.ID, Path: to, User: "root"}, Parents: true, KeepOwner: true}
 	buf := make([]byte, 256<<10)
 	for end := false; !end; {
 		k, err := io.ReadFull(r, buf)

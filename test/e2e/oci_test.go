@@ -326,8 +326,8 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 		t.Fatalf("code %d\n%s%s", code, out, log)
 	}
 	sb := s.box(t, func(o *client.Options) { o.Environment, o.Memory = "eb/app", 512<<20 })
-	want(t, exe(t, sb, sh("id -un; pwd; echo $GREETING $LATER; cat made who sub/data /opt/kit; stat -c '%U %a' main.py made; ls /tmp /var/cache/apt/archives | grep -v '^$'")), 0,
-		"alice\n/srv/app\nhi yes\nhi\nroot\ndonealice 644\nalice 644\n/tmp:\n/var/cache/apt/archives:\nkeep.txt\nlock\npartial\n", "")
+	want(t, exe(t, sb, sh("id -un; pwd; echo $GREETING $LATER; cat made who sub/data /opt/kit; stat -c '%U %a' main.py made .; ls /tmp /var/cache/apt/archives | grep -v '^$'")), 0,
+		"alice\n/srv/app\nhi yes\nhi\nroot\ndonealice 644\nalice 644\nalice 755\n/tmp:\n/var/cache/apt/archives:\nkeep.txt\nlock\npartial\n", "")
 
 	want(t, exe(t, sb, shAs("root", "test ! -e /root/.cache/pip/a && echo gone")), 0, "gone\n", "")
 
@@ -340,6 +340,15 @@ run = "test $LATER = yes; python3 main.py; chown alice made"
 	out, log, code = dsec("env", "build", "-f", conf)
 	if code != 0 || !strings.Contains(out, "2 steps executed, 1 found") {
 		t.Errorf("with a changed file: code %d\n%s%s", code, out, log)
+	}
+
+	// The folder of the steps is the later user's also where a later step makes that account; one that the base has stays whose it is.
+	for workdir, owner := range map[string]string{"/srv/deep/own": "bob", "/srv": "root"} {
+		write("bob.toml", fmt.Sprintf("name = \"eb/bob\"\nfrom = \"layer:base/debian\"\nuser = \"bob\"\nworkdir = %q\ncheck = \"test $(stat -c %%U .) = %s -a $(stat -c %%U /srv) = root\"\n"+
+			"[[step]]\nrun = \"touch first\"\n[[step]]\nrun = \"useradd -m bob\"\n[[step]]\nrun = \"test -e first; touch last\"\n", workdir, owner))
+		if out, log, code := dsec("env", "build", "-f", filepath.Join(dir, "bob.toml")); code != 0 {
+			t.Errorf("workdir %s: code %d\n%s%s", workdir, code, out, log)
+		}
 	}
 
 	// A step that fails says where, shows its output and publishes nothing; so does a check.
