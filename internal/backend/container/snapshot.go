@@ -80,7 +80,7 @@ func (x *instance) standStill(ctx context.Context, c *keeper.Client) (thaw func(
 	return sync.OnceFunc(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), teardownBound)
 		defer cancel()
-		if err := c.Thaw(ctx, x.id); err != nil {
+		if err := c.Thaw(ctx, x.id); err != nil && !errors.Is(err, sandbox.ErrNotFound) { // a stop came between
 			x.b.log.Error("thaw after a snapshot", "sandbox", x.id, "err", err)
 		}
 	}), nil
