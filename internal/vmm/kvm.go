@@ -26,6 +26,9 @@ const (
 	probeBound   = 5 * time.Second // for the process that runs the guest; a hung one is killed
 	maxNsPerInsn = 50              // native is below 5, an emulated one near 300
 	probeLoop    = 400_000         // instructions of the loop
+	// A loop that took too long is run again, since a busy machine may have taken the processor away meanwhile: the fastest counts.
+	probeLoops     = 10
+	probeLoopsTime = 1500 * time.Millisecond // and none after that
 )
 
 // ProbeArg is the first argument that makes this program run the probe's guest and print its verdict.
@@ -323,11 +326,29 @@ func setRegs(cpu int, at uint64) error {
 	return err
 }
 
+// loopTimes keeps the fastest of the loop's runs.
+type loopTimes struct {
+	n    int
+	all  time.Duration
+	best float64 // ns an instruction
+}
+
+// add says whether the loop should be run once more.
+func (l *loopTimes) add(took time.Duration) bool {
+	ns := float64(took.Nanoseconds()) / probeLoop
+	if l.n++; l.n == 1 || ns < l.best {
+		l.best = ns
+	}
+	l.all += took
+	return l.best > maxNsPerInsn && l.n < probeLoops && l.all < probeLoopsTime
+}
+
 // watchGuest runs the steps. One that KVM can't do is noted, and the guest goes on behind it.
 func watchGuest(cpu int, state []byte, at []int) (v Verdict, err error) {
 	le := binary.LittleEndian
 	step, last := 0, time.Now() // step is the one under way
 	end := last.Add(probeBound - time.Second)
+	var loops loopTimes
 	failed := func() error {
 		v.Failed = append(v.Failed, probeSteps[step].name)
 		step++
@@ -362,7 +383,15 @@ func watchGuest(cpu int, state []byte, at []int) (v Verdict, err error) {
 				continue
 			}
 			if probeSteps[step].name == "loop" {
-				v.NsPerInsn = float64(time.Since(last).Nanoseconds()) / probeLoop
+				again := loops.add(time.Since(last))
+				v.NsPerInsn = loops.best
+				if again {
+					last = time.Now()
+					if err := setRegs(cpu, uint64(guestCode+at[step])); err != nil {
+						return v, err
+					}
+					continue
+				}
 			}
 			step, last = n, time.Now()
 		case kvmExitHlt, kvmExitInternal:

@@ -1,6 +1,7 @@
 # Functions for tests in QEMU machines with Debian's kernels; sourced by run.sh beside it and by test/firecracker/run.sh. They want these
 # variables: cache (a folder that stays), work (one that does not), mirror, memory (MiB), cpus, rootimage (the first disk); and take
-# qemu_program, cpu, append (of the kernel's command line), seconds, silence (a bound on that of the console, in seconds) and out (a
+# qemu_program, cpu, append (of the kernel's command line), seconds, silence (a bound on that of the console, in seconds of the machine's
+# processor time) and out (a
 # folder for logs).
 
 apt() { # command of apt, arguments: with sources and lists of its own
@@ -79,11 +80,18 @@ initramfs() { # kernel
   (cd "$dir" && find . | busybox cpio -o -H newc 2>/dev/null) >"$work/initramfs-$1.img"
 }
 
-# watch ends a machine whose console has been silent for too long: it hangs. With dsec.heartbeat process 1 says every 10 s that it lives.
+# watch ends a machine that hangs: its console has been silent for seconds of processor time, or ten times as long by the clock. With
+# dsec.heartbeat process 1 says every 10 s that it lives. By the clock alone a busy host would look like a machine that hangs.
 watch() { # console, pid, seconds
-  while kill -0 "$2" 2>/dev/null; do
-    sleep 5
-    if [ $(($(date +%s) - $(stat -c %Y "$1"))) -gt "$3" ]; then echo "silent for $3 s: ended"; kill "$2"; return; fi
+  local at=0 cpu=0 now ticks
+  ticks=$(getconf CLK_TCK)
+  while sleep 2; do
+    now=$(awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/$2/stat" 2>/dev/null) || return 0
+    [ -n "$now" ] || return 0
+    if [ "$(stat -c %Y "$1")" != "$at" ]; then at=$(stat -c %Y "$1") cpu=$now; fi
+    if [ $(((now - cpu) / ticks)) -gt "$3" ] || [ $(($(date +%s) - at)) -gt $((10 * $3)) ]; then
+      echo "silent for $(((now - cpu) / ticks)) s of its processor, $(($(date +%s) - at)) s by the clock: ended"; kill "$2"; return 0
+    fi
   done
 }
 
@@ -91,8 +99,10 @@ watch() { # console, pid, seconds
 boot() { # kernel
   local k=$1 khz status=0
   khz=$(awk '/^cpu MHz/ {printf "%d", $4 * 1000; exit}' /proc/cpuinfo)
+  local accel=tcg,thread=multi,tb-size=512
+  if [ -n "${icount:-}" ]; then accel=tcg,thread=single,tb-size=512 khz=1000000; fi
   # tsc hints: without them the clock's calibration under TCG fails now and then, and the machine never boots.
-  timeout "${seconds:-5400}" ${qemu_program:-qemu-system-x86_64} -nodefaults -no-user-config -display none -no-reboot -accel tcg,thread=multi,tb-size=512 -M q35 -cpu "${cpu:-max}" \
+  timeout "${seconds:-5400}" ${qemu_program:-qemu-system-x86_64} -nodefaults -no-user-config -display none -no-reboot -accel "$accel" ${icount:+-icount "$icount"} -M q35 -cpu "${cpu:-max}" \
     -smp "$cpus" -m "$memory" -kernel "$cache/$k/vmlinuz" -initrd "$work/initramfs-$k.img" -serial stdio \
     -append "console=ttyS0 quiet panic=-1 tsc_early_khz=${khz:-2500000} no_timer_check tsc=reliable net.ifnames=0 ${append:-}" \
     -drive "file=$rootimage,format=raw,if=virtio,snapshot=on" -drive "file=$work/second-$k.img,format=raw,if=virtio,cache=unsafe" \
