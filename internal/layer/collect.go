@@ -194,6 +194,10 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 			g.Objects++
 			continue
 		}
+		// A push may have found it in the meantime, and made it young.
+		if i, err := c.store.Stat(ctx, key); err == nil && !i.Modified.Before(before) || errors.Is(err, sandbox.ErrNotFound) {
+			continue
+		}
 		if err := c.store.Delete(ctx, key); err != nil {
 			return g, fmt.Errorf("sweep layers: %w", err)
 		}

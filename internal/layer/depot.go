@@ -207,25 +207,49 @@ func Copy(ctx context.Context, dst, src store.Store, ids []ID, progress func(sto
 	if err := walk(ids, 0); err != nil {
 		return nil, store.CopyProgress{}, err
 	}
-	done, err := store.Copy(ctx, dst, src, keys, progress)
-	if err != nil {
-		return nil, done, err
-	}
-	for _, d := range descriptors {
-		// The copy took long: another one may have brought the layer, or laid it out anew.
-		now, err := to.Descriptor(ctx, d.ID)
-		switch {
-		case err == nil && to.anyWhole(ctx, now):
-			_, err = to.touch(ctx, now, to.wholeForms(ctx, now))
-		case err == nil || errors.Is(err, sandbox.ErrNotFound):
-			err = to.describe(ctx, d)
-		}
-		if err != nil {
+	done := store.CopyProgress{}
+	for try := 1; ; try++ {
+		var err error
+		if done, err = store.Copy(ctx, dst, src, keys, progress); err != nil {
 			return nil, done, err
 		}
+		for _, d := range descriptors {
+			// The copy took long: another one may have brought the layer, or laid it out anew.
+			now, err := to.Descriptor(ctx, d.ID)
+			switch {
+			case err == nil && to.anyWhole(ctx, now):
+				_, err = to.touch(ctx, now, to.wholeForms(ctx, now))
+			case err == nil || errors.Is(err, sandbox.ErrNotFound):
+				err = to.describe(ctx, d)
+			}
+			if err != nil {
+				return nil, done, err
+			}
+		}
+		// A copy that took longer than the age of garbage may have lost its first objects before a descriptor named them.
+		keys = nil
+		for _, d := range descriptors {
+			now, err := to.Descriptor(ctx, d.ID)
+			if err == nil && to.anyWhole(ctx, now) {
+				continue
+			}
+			for _, f := range d.Forms {
+				for _, b := range f.blobs() {
+					keys = append(keys, b.key)
+				}
+			}
+		}
+		if len(keys) == 0 {
+			return all, done, nil
+		}
+		if try == copyTries {
+			return nil, done, fmt.Errorf("copy layers: their objects are removed as fast as they come: %w", sandbox.ErrState)
+		}
 	}
-	return all, done, nil
 }
+
+// copyTries is how often a Copy brings objects again that went meanwhile.
+const copyTries = 4
 
 func (c *Catalogue) anyWhole(ctx context.Context, d Descriptor) bool {
 	for _, f := range d.Forms {

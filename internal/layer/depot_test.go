@@ -3,9 +3,13 @@ package layer_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -96,4 +100,86 @@ func TestCopyBreaksOff(t *testing.T) {
 		}
 		must(t, layer.New(nil, inner).Verify(ctx, v.ID))
 	}
+}
+
+// Sweeps of the store run all the time while layers are pushed into it whose objects lie there from long ago, named by nobody: each push that says it
+// is done has put down a whole layer, and it stays.
+func TestSweepsDuringPushes(t *testing.T) {
+	ctx := context.Background()
+	a, adir := newCatalogue(t)
+	from, err := store.NewDir(filepath.Join(adir, "store"))
+	must(t, err)
+	b, bdir := newCatalogue(t)
+	inner, err := store.NewDir(filepath.Join(bdir, "store"))
+	must(t, err)
+	var ids []layer.ID
+	for i := range 6 {
+		ids = append(ids, publish(t, a, "default", fmt.Sprintf("l/%d", i), fmt.Sprintf("text %d", i)).ID)
+	}
+	const age = 6 * time.Hour
+	stop := make(chan struct{})
+	var sweeps sync.WaitGroup
+	for range 2 {
+		sweeps.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				if _, err := b.Sweep(ctx, age); err != nil {
+					t.Errorf("sweep: %v", err)
+					return
+				}
+			}
+		})
+	}
+	var pushes sync.WaitGroup
+	for i, id := range ids {
+		pushes.Go(func() {
+			to := storetest.NewFaulty(inner, uint64(i), nil, storetest.Faults{Stalls: 0.5, Stall: 3 * time.Millisecond})
+			name := fmt.Sprintf("l/%d", i)
+			for range 12 {
+				_, _, err := layer.Copy(ctx, to, from, []layer.ID{id}, nil)
+				if err == nil {
+					err = layer.WritePushed(ctx, to, layer.Pushed{Kind: layer.PushedLayer, Name: name, Version: 1, Layers: []layer.ID{id}})
+				}
+				if err == nil {
+					time.Sleep(5 * time.Millisecond)
+					err = layer.New(nil, inner).Verify(ctx, id)
+				}
+				if err != nil {
+					t.Errorf("push of %s: %v", name, err)
+					return
+				}
+				// All of it is forgotten, and what lies there is of long ago.
+				if err := layer.RemovePushed(ctx, inner, layer.PushedLayer, name); err != nil {
+					t.Error(err)
+				}
+				d, err := layer.New(nil, inner).Descriptor(ctx, id)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				old := time.Now().Add(-2 * age)
+				if path, ok := inner.Path("layers/" + id.Hex() + ".json"); ok {
+					os.Remove(path)
+				}
+				for _, f := range d.Forms {
+					keys := []string{layer.BlobKey(f.Digest)}
+					if f.Data != nil {
+						keys = append(keys, layer.BlobKey(f.Data.Digest), layer.BlobKey(f.Data.Units))
+					}
+					for _, k := range keys {
+						if path, ok := inner.Path(k); ok {
+							os.Chtimes(path, old, old)
+						}
+					}
+				}
+			}
+		})
+	}
+	pushes.Wait()
+	close(stop)
+	sweeps.Wait()
 }

@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"os"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -29,8 +31,8 @@ const copyParallel = 4
 
 // Copy copies objects and is resumed by doing it again: what dst has is left alone, a large object that broke off in a folder goes on where it
 // did, and a store that shares chunks takes only those that it lacks. An object whose key is blobs/<hex> must have this sha256, in src and, where dst
-// is a folder, also what was there already; elsewhere an object of the same size counts as the same. progress may be nil; it is called one call at a
-// time, at least once for each object.
+// is a folder, also what was there already; elsewhere an object of the same size counts as the same. What was there is made young, so that no collector
+// of garbage takes it for old while nothing names it yet. progress may be nil; it is called one call at a time, at least once for each object.
 func Copy(ctx context.Context, dst, src Store, keys []string, progress func(CopyProgress)) (CopyProgress, error) {
 	var mu sync.Mutex
 	done := CopyProgress{Total: len(keys)}
@@ -89,12 +91,17 @@ func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (
 	}
 	to, err := dst.Stat(ctx, key)
 	if err == nil && to.Size == from.Size {
-		p, ok := dst.(prover)
-		if !ok || want == "" {
-			return true, nil
+		same := true
+		if p, ok := dst.(prover); ok && want != "" {
+			if same, err = p.proves(ctx, key, want); err != nil {
+				return false, err
+			}
 		}
-		if skipped, err = p.proves(ctx, key, want); skipped || err != nil {
-			return skipped, err
+		if same {
+			same, err = renewed(ctx, dst, to)
+		}
+		if same || err != nil {
+			return same, err
 		}
 	} else if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return false, err
@@ -111,6 +118,49 @@ func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (
 		}
 		// What was there of it may be what is wrong, and is gone now.
 	}
+}
+
+// youngFor is how long an object that was just written counts as young to whoever copies: half of the shortest age of garbage.
+const youngFor = 30 * time.Minute
+
+// renewer is a store that can give an object the present time.
+type renewer interface {
+	renew(ctx context.Context, key string) error
+}
+
+// renewed makes an object young; false when it is gone, or can only be written again.
+func renewed(ctx context.Context, s Store, i Info) (bool, error) {
+	if time.Since(i.Modified) < youngFor {
+		return true, nil
+	}
+	r, ok := s.(renewer)
+	if !ok {
+		return false, nil
+	}
+	if r.renew(ctx, i.Key) != nil {
+		return false, ctx.Err() // it is written again, which tells what is wrong
+	}
+	return true, nil
+}
+
+func (d *Dir) renew(ctx context.Context, key string) error {
+	now := time.Now()
+	if err := patient(ctx, func() error { return os.Chtimes(d.file(key), now, now) }); err != nil {
+		return fmt.Errorf("renew object %s: %w", key, missing(err))
+	}
+	return nil
+}
+
+// renew writes what lies under the key, a manifest or a small object, once more.
+func (s *S3) renew(ctx context.Context, key string) error {
+	o, err := s.get(ctx, key, 0, -1, maxManifest)
+	if err == nil {
+		err = s.put(ctx, key, o.body)
+	}
+	if err != nil {
+		return fmt.Errorf("renew object %s: %w", key, err)
+	}
+	return nil
 }
 
 // copyRest copies what dst does not have yet of an object; resumed says that it had some.

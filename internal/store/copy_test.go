@@ -155,6 +155,37 @@ func TestCopyReplacesWhatRotted(t *testing.T) {
 	}
 }
 
+// What a copy finds there is young afterwards, in each kind of store, and not read again.
+func TestCopyMakesYoung(t *testing.T) {
+	ctx := t.Context()
+	src := open(t)
+	for _, size := range []int{100, 300 << 10, 3 << 20} {
+		key, b := blobOf(t, src, uint64(size), size)
+		dir := open(t)
+		put(t, dir, key, string(b))
+		path, _ := dir.Path(key)
+		old := time.Now().Add(-3 * time.Hour)
+		must(t, os.Chtimes(path, old, old))
+		bucket := newBucket(t)
+		bucket.Advance(-3 * time.Hour)
+		s3 := newS3(t, s3Config(t, bucket.url))
+		put(t, s3, key, string(b))
+		bucket.Advance(3 * time.Hour)
+		for name, dst := range map[string]store.Store{"folder": dir, "bucket": s3} {
+			p, err := store.Copy(ctx, dst, src, []string{key}, nil)
+			if err != nil || p.Skipped != 1 || p.Octets != 0 {
+				t.Errorf("%s, %d: %+v %v", name, size, p, err)
+			}
+			if i, err := dst.Stat(ctx, key); err != nil || time.Since(i.Modified) > time.Hour || i.Size != int64(size) {
+				t.Errorf("%s, %d: %+v %v", name, size, i, err)
+			}
+			if got, err := store.ReadAll(ctx, dst, key, 1<<30); err != nil || !bytes.Equal(got, b) {
+				t.Errorf("%s, %d: %v", name, size, err)
+			}
+		}
+	}
+}
+
 // Copies of one object by several processes at once, each killed now and then: in the end it is there, and nothing else.
 func TestCopyIsKilled(t *testing.T) {
 	if at := os.Getenv("DSEC_TEST_COPY"); at != "" { // the process that is killed

@@ -96,7 +96,7 @@ func takePart(folder, stem string) (taken *os.File, have int64, err error) {
 			continue // published or removed meanwhile
 		}
 		info, err := f.Stat()
-		if err != nil || !info.Mode().IsRegular() || info.Size() <= have || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+		if err != nil || !info.Mode().IsRegular() || taken != nil && info.Size() <= have || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
 			f.Close()
 			continue
 		}
