@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/dsec-dev/dsec/bench/measure"
+	"github.com/dsec-dev/dsec/bench/peer"
 )
 
 // figures are ours, to compare with.
@@ -107,27 +108,7 @@ func crun(dir string) (func(context.Context) error, func(), error) {
 		measure.Note("crun is not installed")
 		return nil, nil, nil
 	}
-	os.Remove(filepath.Join(dir, "config.json"))
-	c := exec.Command(bin, "spec")
-	c.Dir = dir
-	if out, err := c.CombinedOutput(); err != nil {
-		return nil, nil, fmt.Errorf("spec: %w: %s", err, out)
-	}
-	b, err := os.ReadFile(filepath.Join(dir, "config.json"))
-	if err != nil {
-		return nil, nil, err
-	}
-	var spec map[string]any
-	if err := json.Unmarshal(b, &spec); err != nil {
-		return nil, nil, err
-	}
-	p := spec["process"].(map[string]any)
-	p["terminal"], p["args"] = false, []string{"/true"}
-	delete(p, "rlimits") // raising them takes a right that a container host may lack
-	if b, err = json.Marshal(spec); err != nil {
-		return nil, nil, err
-	}
-	if err := os.WriteFile(filepath.Join(dir, "config.json"), b, 0o600); err != nil {
+	if _, err := peer.BaseSpec(bin, dir); err != nil {
 		return nil, nil, err
 	}
 	state := filepath.Join(dir, "crun")

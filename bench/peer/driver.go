@@ -65,7 +65,7 @@ func (d *driver) prepare(ctx context.Context, width int) error {
 			if err := os.MkdirAll(filepath.Join(b, "rootfs"), 0o755); err != nil {
 				return err
 			}
-			s, err := baseSpec(spec, b)
+			s, err := BaseSpec(spec, b)
 			if err != nil {
 				return err
 			}

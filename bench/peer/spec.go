@@ -23,8 +23,9 @@ const (
 // object is a part of a runtime's configuration.
 type object = map[string]any
 
-// baseSpec is what the runtime itself proposes.
-func baseSpec(bin, dir string) (object, error) {
+// BaseSpec is what the runtime itself proposes, for the program /true without a terminal. It is written to config.json in dir too.
+func BaseSpec(bin, dir string) (object, error) {
+	os.Remove(filepath.Join(dir, "config.json"))
 	c := exec.Command(bin, "spec")
 	c.Dir = dir
 	if out, err := c.CombinedOutput(); err != nil {
@@ -41,7 +42,10 @@ func baseSpec(bin, dir string) (object, error) {
 	p := s["process"].(object)
 	p["terminal"], p["args"] = false, []string{"/true"}
 	delete(p, "rlimits") // raising them takes a right that a container host may lack
-	return s, nil
+	if b, err = json.Marshal(s); err != nil {
+		return nil, err
+	}
+	return s, os.WriteFile(filepath.Join(dir, "config.json"), b, 0o600)
 }
 
 // equal changes a specification to what a dsec sandbox has.

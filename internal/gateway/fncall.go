@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"slices"
+	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -205,33 +206,19 @@ func (s calls) PutFile(ctx context.Context, r *connect.Request[dsecv1.PutCallFil
 
 // GetFile asks all hosts: what a call kept lies where it ran.
 func (s calls) GetFile(ctx context.Context, r *connect.Request[dsecv1.GetCallFileRequest]) (*connect.Response[dsecv1.GetCallFileResponse], error) {
-	answers, errs, err := everywhere(ctx, s.g, 0, func(ctx context.Context, p *rpc.Peer) (*dsecv1.GetCallFileResponse, error) {
-		resp, err := p.Calls.GetFile(ctx, connect.NewRequest(r.Msg))
-		if errors.Is(rpc.FromError(err), sandbox.ErrNotFound) {
-			return nil, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		return resp.Msg, nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range answers {
-		if a != nil {
-			return connect.NewResponse(a), nil
-		}
-	}
-	if len(errs) > 0 {
-		return nil, rpc.FromCode(errs[0].Code, errs[0].Message)
-	}
-	return nil, fmt.Errorf("content %.80s: was never kept, or had to make room: %w", r.Msg.GetContent(), sandbox.ErrNotFound)
+	return whoHas(ctx, s.g, 0, r.Msg, func(p *rpc.Peer) unary[dsecv1.GetCallFileRequest, dsecv1.GetCallFileResponse] { return p.Calls.GetFile },
+		fmt.Sprintf("content %.80s: was never kept, or had to make room", r.Msg.GetContent()))
 }
 
 func (s calls) Cancel(ctx context.Context, r *connect.Request[dsecv1.CancelCallRequest]) (*connect.Response[dsecv1.CancelCallResponse], error) {
-	answers, errs, err := everywhere(ctx, s.g, s.g.askTime, func(ctx context.Context, p *rpc.Peer) (*dsecv1.CancelCallResponse, error) {
-		resp, err := p.Calls.Cancel(ctx, connect.NewRequest(r.Msg))
+	return whoHas(ctx, s.g, s.g.askTime, r.Msg, func(p *rpc.Peer) unary[dsecv1.CancelCallRequest, dsecv1.CancelCallResponse] { return p.Calls.Cancel },
+		fmt.Sprintf("call %.80q: none is under way", r.Msg.GetKey()))
+}
+
+// whoHas asks all hosts for what one of them may have. Only when all say so, it is not found.
+func whoHas[Q, S any](ctx context.Context, g *Gateway, limit time.Duration, q *Q, of func(*rpc.Peer) unary[Q, S], missing string) (*connect.Response[S], error) {
+	answers, errs, err := everywhere(ctx, g, limit, func(ctx context.Context, p *rpc.Peer) (*S, error) {
+		resp, err := of(p)(ctx, connect.NewRequest(q))
 		if errors.Is(rpc.FromError(err), sandbox.ErrNotFound) {
 			return nil, nil
 		}
@@ -251,7 +238,7 @@ func (s calls) Cancel(ctx context.Context, r *connect.Request[dsecv1.CancelCallR
 	if len(errs) > 0 {
 		return nil, rpc.FromCode(errs[0].Code, errs[0].Message)
 	}
-	return nil, fmt.Errorf("call %.80q: none is under way: %w", r.Msg.GetKey(), sandbox.ErrNotFound)
+	return nil, fmt.Errorf("%s: %w", missing, sandbox.ErrNotFound)
 }
 
 // Languages tells which there are, and which can't be used since their environment is missing.
