@@ -192,11 +192,12 @@ func downFile(ctx context.Context, f *client.Files, from, to string, mode fs.Fil
 		return err
 	}
 	defer os.Remove(out.Name())
-	if _, err := f.Read(ctx, from, 0, 0, out); err != nil {
+	h := &holes{f: out}
+	if _, err := f.Read(ctx, from, 0, 0, h); err != nil {
 		out.Close()
 		return err
 	}
-	if err := errors.Join(out.Chmod(mode), out.Close(), os.Chtimes(out.Name(), modified, modified)); err != nil {
+	if err := errors.Join(h.finish(), out.Chmod(mode), out.Close(), os.Chtimes(out.Name(), modified, modified)); err != nil {
 		return err
 	}
 	return os.Rename(out.Name(), to)
@@ -278,8 +279,7 @@ func untarEntry(root *os.Root, t *tar.Reader, name string, h *tar.Header) error 
 		if err != nil {
 			return err
 		}
-		_, err = io.Copy(f, t)
-		return errors.Join(err, f.Chmod(h.FileInfo().Mode().Perm()), f.Close(), root.Chtimes(name, h.ModTime, h.ModTime))
+		return errors.Join(copyHoles(f, t), f.Chmod(h.FileInfo().Mode().Perm()), f.Close(), root.Chtimes(name, h.ModTime, h.ModTime))
 	case tar.TypeSymlink:
 		return root.Symlink(h.Linkname, name)
 	case tar.TypeLink:
