@@ -159,7 +159,11 @@ func filesText(t *dsecv1.StepTrace) string {
 
 // printTrace shows all of one step.
 func printTrace(out io.Writer, s *dsecv1.TraceStep) {
-	fmt.Fprintf(out, "step %d %s: %s %s\n", s.Number, plain(s.Step), s.Kind, plain(requestText(s.RequestJson)))
+	if s.Trace.GetRedo() > 0 {
+		fmt.Fprintf(out, "step %d %s: done again by the restore that began epoch %d\n", s.Number, plain(s.Step), s.Trace.Redo)
+	} else {
+		fmt.Fprintf(out, "step %d %s: %s %s\n", s.Number, plain(s.Step), s.Kind, plain(requestText(s.RequestJson)))
+	}
 	if o := outcomeOf(s.OutcomeJson); o != nil {
 		fmt.Fprintf(out, "  %s\n", plain(outcomeText(o)))
 		if o.Shared {

@@ -59,7 +59,7 @@ func (p *player) follow(ctx context.Context) (stop func()) {
 		defer close(done)
 		// A stream that breaks off costs the comparison of paths, which is told.
 		_ = p.cl.Log(ctx, &dsecv1.ReadLogRequest{Sandbox: p.now.ID, FromSeq: 1, Follow: true}, func(r *dsecv1.LogRecord) error {
-			if r.Trace != nil {
+			if r.Trace.GetRedo() == 0 && r.Trace != nil {
 				p.seen.put(r.Trace)
 			}
 			return nil
@@ -70,7 +70,7 @@ func (p *player) follow(ctx context.Context) (stop func()) {
 
 // learn keeps what a recorded step changed.
 func (p *player) learn(r *dsecv1.LogRecord) {
-	if t := r.Trace; t != nil {
+	if t := r.Trace; t != nil && t.Redo == 0 {
 		t.Processes, t.Reads, t.Connections = nil, nil, nil
 		p.traces[r.Step] = t
 	}

@@ -41,6 +41,7 @@ func (b base) name() string {
 // deed is one recorded step.
 type deed struct {
 	key         string
+	number      int64  // of its start among the starts of the trajectory, from 1
 	seq         uint64 // of its start
 	act         tag
 	kind        string
@@ -94,6 +95,7 @@ type planner struct {
 	network   sandbox.NetworkMode
 	layers    []string // of the sandbox that the records are of
 	created   uint64   // seq of the last create
+	number    int64    // starts of steps so far
 	restoring bool
 	attempt   []event // ends of steps that a restore ran again, until it is complete
 	stopping  bool
@@ -158,6 +160,9 @@ func (pl *planner) event(seq uint64, what eventKind, d *deed, name string) {
 func (pl *planner) record(r *trajectory.Record) error {
 	if r.Kind != trajectory.KindRedo && !pl.restoring {
 		pl.p.last, pl.p.lastTime = r.Seq, r.Wall
+	}
+	if r.Kind == trajectory.KindStepStart {
+		pl.number++
 	}
 	if r.Kind == trajectory.KindVoid {
 		pl.void(r)
@@ -281,7 +286,7 @@ func (pl *planner) start(r *trajectory.Record, t tag) *deed {
 		delete(pl.running, was)
 	}
 	quiet := len(pl.running) == 0 && len(pl.sessions) == 0
-	d := &deed{key: r.Step, seq: r.Seq, act: t, kind: t.name(), network: pl.network, opaque: t == tagScreen}
+	d := &deed{key: r.Step, number: pl.number, seq: r.Seq, act: t, kind: t.name(), network: pl.network, opaque: t == tagScreen}
 	pl.busy()
 	if t == tagSnapshot {
 		if quiet {

@@ -13,7 +13,6 @@ import (
 	"github.com/dsec-dev/dsec/internal/guest"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
-	"github.com/dsec-dev/dsec/internal/trace"
 	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
@@ -33,7 +32,7 @@ const (
 )
 
 const (
-	redoLeast = time.Minute // that a step done again may take, or ten times what it took
+	redoLeast = time.Minute // that a step done retrace may take, or ten times what it took
 	checkWait = time.Minute
 )
 
@@ -44,6 +43,7 @@ var errDiverged = errors.New("a step came to something else than recorded")
 type redo struct {
 	takesOver bool // its key is answered by it: the original has no end, or ended with its sandbox
 	over      bool
+	started   time.Time
 	early     *sandbox.Outcome // its end, when that came before the restore was complete
 	done      chan struct{}    // closed then; nil once the host that did it is gone
 }
@@ -72,7 +72,7 @@ func (b *box) redoEnded(s *step, o sandbox.Outcome) (bool, error) {
 	return true, nil
 }
 
-// noteRedo records what was done again. It need not be safer than a crash of ours: the record that completes a restore makes all before it
+// noteRedo records what was done retrace. It need not be safer than a crash of ours: the record that completes a restore makes all before it
 // as safe as itself, and without that one they count for nothing.
 func (b *box) noteRedo(step string, m *dsecv1.Redo) error {
 	return b.noteAgain(trajectory.Record{Kind: trajectory.KindRedo, Step: step, Payload: encode(tagRedo, m)})
@@ -82,7 +82,7 @@ func (b *box) noteAgain(rec trajectory.Record) error {
 	rec.Epoch = b.epoch.Load()
 	_, err := b.h.deps.Log.Append(b.h.life, b.traj, []trajectory.Record{rec}, sandbox.DurabilityProcess)
 	if err != nil {
-		return fmt.Errorf("record what was done again: %w", err)
+		return fmt.Errorf("record what was done retrace: %w", err)
 	}
 	return nil
 }
@@ -190,7 +190,7 @@ func (r *restoring) start(ctx context.Context, d *deed, rec *trajectory.Record) 
 	}
 	c.ID = d.key
 	c.Fill(r.b.spec)
-	again := &redo{takesOver: !d.ended, done: make(chan struct{})}
+	again := &redo{takesOver: !d.ended, done: make(chan struct{}), started: time.Now()}
 	m2 := &dsecv1.Redo{Seq: int64(d.seq), State: redoStarted, TakesOver: again.takesOver}
 	if again.takesOver {
 		m2.State = redoRunning
@@ -232,7 +232,7 @@ func (r *restoring) octets(rec *trajectory.Record) ([]byte, error) {
 	return io.ReadAll(in)
 }
 
-// check runs the check of a step: 0 says that it need not be done again, 1 that it must.
+// check runs the check of a step: 0 says that it need not be done retrace, 1 that it must.
 func (r *restoring) check(ctx context.Context, d *deed) (done bool, err error) {
 	c := &sandbox.Command{ID: sandbox.NewKey(), Argv: d.check, Timeout: checkWait}
 	c.Fill(r.b.spec)
@@ -258,14 +258,14 @@ func (r *restoring) check(ctx context.Context, d *deed) (done bool, err error) {
 	case o == nil:
 		return false, fmt.Errorf("check of step %s: did not end: %w", d.key, sandbox.ErrState)
 	}
-	r.b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
+	r.b.traceAgain(ctx, r.inst, retrace{group: o.Group, from: time.Now()})
 	switch {
 	case o.Kind == sandbox.Exited && o.Code == 0:
 		return true, nil
 	case o.Kind == sandbox.Exited && o.Code == 1:
 		return false, nil
 	}
-	return false, fmt.Errorf("check of step %s: %s; it decides by 0 (need not be done again) or 1 (must be): say what is to be done by skip or repeat: %w", d.key, describe(*o), sandbox.ErrState)
+	return false, fmt.Errorf("check of step %s: %s; it decides by 0 (need not be done retrace) or 1 (must be): say what is to be done by skip or repeat: %w", d.key, describe(*o), sandbox.ErrState)
 }
 
 // wait waits for the end of a command that was started again; nil when it does not end in time.
@@ -301,9 +301,9 @@ func (r *restoring) end(ctx context.Context, d *deed, rec *trajectory.Record) er
 		return fmt.Errorf("step %s: the record of its end can't be read: %w", d.key, sandbox.ErrLost)
 	}
 	r.b.mu.Lock()
-	again := r.b.redos[d.key]
+	run := r.b.redos[d.key]
 	r.b.mu.Unlock()
-	if again == nil {
+	if run == nil {
 		return nil // of a start that lies before what is restored from
 	}
 	if was.GetKind() == string(sandbox.Killed) && d.session != "" { // by the end of its session, which is told behind it
@@ -313,7 +313,7 @@ func (r *restoring) end(ctx context.Context, d *deed, rec *trajectory.Record) er
 	}
 	took := was.GetEnded().AsTime().Sub(was.GetStarted().AsTime())
 	limit := max(redoLeast, 10*took)
-	o, err := r.wait(ctx, again, limit)
+	o, err := r.wait(ctx, run, limit)
 	if err != nil {
 		return err
 	}
@@ -327,22 +327,34 @@ func (r *restoring) end(ctx context.Context, d *deed, rec *trajectory.Record) er
 		if err != nil {
 			return fmt.Errorf("step %s: end it: %w", d.key, err)
 		}
-		if o, err = r.wait(ctx, again, actWait); err != nil || o == nil {
+		if o, err = r.wait(ctx, run, actWait); err != nil || o == nil {
 			return errors.Join(fmt.Errorf("step %s: does not end: %w", d.key, sandbox.ErrState), err)
 		}
 	}
-	r.b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
+	r.b.traceAgain(ctx, r.inst, r.traced(d, run, o.Group))
 	verdict, how := compareOutcomes(was, rpc.OutcomeProto(*o))
 	if err := r.b.noteRedo(d.key, &dsecv1.Redo{Seq: int64(d.seq), State: redoEnded, Outcome: rpc.OutcomeProto(*o), Verdict: verdict, Differs: how}); err != nil {
 		return err
 	}
 	r.b.mu.Lock()
-	again.over = true
+	run.over = true
 	r.b.mu.Unlock()
 	if verdict == redoDifferent {
 		return r.differs(d, how)
 	}
 	return nil
+}
+
+// traced is how the trace of a command that was done retrace begins.
+func (r *restoring) traced(d *deed, run *redo, group string) retrace {
+	r.b.mu.Lock()
+	defer r.b.mu.Unlock()
+	e := retrace{step: d.key, number: d.number, seq: int64(d.seq), group: group, from: run.started}
+	for _, o := range r.b.redos {
+		// The other began before this one ended, and has not ended or did so after its start.
+		e.shared = e.shared || o != run && o.done != nil && (o.early == nil || o.early.Ended.After(run.started))
+	}
+	return e
 }
 
 // compareOutcomes compares how a command ended and what it wrote.
@@ -475,7 +487,9 @@ func (r *restoring) change(ctx context.Context, d *deed, rec *trajectory.Record)
 	}
 	actx, cancel := context.WithTimeout(ctx, max(fileWait, redoLeast))
 	defer cancel()
+	began := time.Now()
 	err = r.changeFiles(actx, d, &start, rec, was)
+	r.b.traceAgain(ctx, r.inst, retrace{step: d.key, number: d.number, seq: int64(d.seq), from: began})
 	if err != nil && (unsure(err) || errors.Is(err, rpc.ErrUnavailable)) {
 		return fmt.Errorf("step %s: %w", d.key, err)
 	}
@@ -559,7 +573,7 @@ func (r *restoring) changeFiles(ctx context.Context, d *deed, start, end *trajec
 // seal completes a restore: from its last record on the new sandbox is the trajectory's.
 func (r *restoring) seal(ctx context.Context) error {
 	b := r.b
-	b.traceForget(ctx, r.inst, trace.Ask{Files: true})
+	b.traceRestored(ctx, r.inst)
 	b.mu.Lock()
 	if b.ending {
 		err := b.gone()
@@ -579,7 +593,7 @@ func (r *restoring) seal(ctx context.Context) error {
 		again, s := b.redos[key], b.steps[key]
 		o := *again.early
 		b.mu.Unlock()
-		b.traceForget(ctx, r.inst, trace.Ask{Group: o.Group})
+		b.traceAgain(ctx, r.inst, retrace{step: key, seq: int64(s.seq), group: o.Group, from: s.started, shared: true})
 		if err := b.noteRedo(key, &dsecv1.Redo{Seq: int64(s.seq), State: redoEnded, Outcome: rpc.OutcomeProto(o), TakesOver: again.takesOver, Verdict: redoNotCompared}); err != nil {
 			return err
 		}

@@ -165,18 +165,7 @@ func (b *box) lookAt(inst sandbox.Instance, e ended, files bool) {
 	b.mu.Lock()
 	t := &b.tracing
 	p.Raced = t.starts != e.starts && !e.shared
-	switch {
-	case !files:
-		p.Deferred = true
-		t.putOff++
-		t.lastOff = e.step
-	case a.Files != nil:
-		p.SinceStep, t.putOff, t.lastOff = t.putOff, 0, ""
-		t.took, t.looked = a.Files.Took, time.Now()
-		if a.Files.Visited < fewNames {
-			t.took = 0
-		}
-	}
+	t.told(p, a, files, e.step)
 	b.mu.Unlock()
 	b.recordTrace(e.step, p)
 }
@@ -225,18 +214,85 @@ func (b *box) traceLast() {
 	b.recordTrace(step, p)
 }
 
-// traceForget takes in, bounded, what a group did or what became of the files, and records nothing: of steps that a restore does again
-// the first trace stands, and what they did is not the next step's.
-func (b *box) traceForget(ctx context.Context, inst sandbox.Instance, q trace.Ask) {
+// retrace is a step that a restore did again.
+type retrace struct {
+	step   string // "" of a check: what it did is taken in and not recorded
+	number int64
+	seq    int64 // of the original's start
+	group  string
+	from   time.Time
+	shared bool
+}
+
+// traceAgain records, bounded, what a step did that a restore did again, beside its first trace, so that it is not told of a later one. The
+// same rule as for other steps puts off looks that take long.
+func (b *box) traceAgain(ctx context.Context, inst sandbox.Instance, e retrace) {
 	x, ok := inst.(tracer)
 	if !ok || !b.traced() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, traceTime)
 	defer cancel()
-	q.From = time.Now()
-	if _, err := x.TraceStep(ctx, q); err != nil && ctx.Err() == nil && !errors.Is(err, sandbox.ErrNotFound) && !errors.Is(err, sandbox.ErrLost) {
-		b.h.log.Warn("look at what was done again", "sandbox", b.id, "err", err)
+	b.mu.Lock()
+	t := &b.tracing
+	files := e.step != "" && (t.took < slowLook || time.Since(t.looked) > slowShare*t.took)
+	b.mu.Unlock()
+	b.lookAgain(ctx, x, e, files)
+}
+
+// traceRestored takes in what nobody looked at when a restore is done: the next step is not to be told of it.
+func (b *box) traceRestored(ctx context.Context, inst sandbox.Instance) {
+	x, ok := inst.(tracer)
+	if !ok || !b.traced() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, traceTime)
+	defer cancel()
+	b.mu.Lock()
+	e := retrace{from: time.Now()}
+	if b.tracing.putOff > 0 {
+		e.step = b.tracing.lastOff
+		b.tracing.putOff-- // it is that step's own look, and of those before it
+	}
+	b.mu.Unlock()
+	b.lookAgain(ctx, x, e, true)
+}
+
+func (b *box) lookAgain(ctx context.Context, x tracer, e retrace, files bool) {
+	began := time.Now()
+	a, err := x.TraceStep(ctx, trace.Ask{From: e.from, Group: e.group, Files: files})
+	if err != nil {
+		if ctx.Err() == nil && !errors.Is(err, sandbox.ErrNotFound) && !errors.Is(err, sandbox.ErrLost) {
+			b.h.log.Warn("look at what was done retrace", "sandbox", b.id, "step", e.step, "err", err)
+		}
+		return
+	}
+	if e.step == "" {
+		return
+	}
+	p := traceProto(a, began)
+	p.Step, p.Level, p.Shared, p.Redo, p.Number, p.Seq = text(e.step), string(b.spec.Trace), e.shared, int64(b.epoch.Load()), e.number, e.seq
+	b.mu.Lock()
+	b.tracing.told(p, a, files, e.step)
+	b.mu.Unlock()
+	if err := b.noteAgain(trajectory.Record{Kind: trajectory.KindEvent, Step: e.step, Payload: encode(tagTrace, p)}); err != nil && b.h.life.Err() == nil {
+		b.h.log.Warn("record what was done retrace", "sandbox", b.id, "step", e.step, "err", err)
+	}
+}
+
+// told says in a trace of which steps it tells the files, and remembers how long the look took.
+func (t *tracing) told(p *dsecv1.StepTrace, a *trace.Answer, files bool, step string) {
+	switch {
+	case !files:
+		p.Deferred = true
+		t.putOff++
+		t.lastOff = step
+	case a.Files != nil:
+		p.SinceStep, t.putOff, t.lastOff = t.putOff, 0, ""
+		t.took, t.looked = a.Files.Took, time.Now()
+		if a.Files.Visited < fewNames {
+			t.took = 0
+		}
 	}
 }
 

@@ -112,6 +112,13 @@ func (r *traceReader) add(rec *trajectory.Record, send func(*dsecv1.TraceStep) e
 			st.OutcomeJson = jsonOf(m.GetOutcome())
 		}
 	case *dsecv1.StepTrace:
+		if m.GetRedo() > 0 { // beside the first trace, which stands
+			st = &dsecv1.TraceStep{Step: rec.Step, Number: m.GetNumber(), Seq: m.GetSeq(), Kind: "redo", Trace: m}
+			if r.wanted(st) && r.file == "" {
+				return send(st)
+			}
+			return nil
+		}
 		if st == nil { // a second one, of what was put off
 			st = &dsecv1.TraceStep{Step: rec.Step, Number: m.GetNumber()}
 		}

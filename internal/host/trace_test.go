@@ -201,30 +201,94 @@ func TestTraceOfABackendThatCant(t *testing.T) {
 	}
 }
 
-// What a restore does again is nobody's next step: it is looked at and not recorded, the files last.
-func TestRestoreForgetsWhatItDidAgain(t *testing.T) {
-	r, l := tracedRig(t, func() time.Duration { return 0 })
-	old := r.create("k", light)
-	old.mustRun(t, "a", "true")
-	old.mustRun(t, "b", "true")
-	r.loseKeeper(old)
+// What a restore does again has a trace of its own beside the first one, which stands; it is told of no later step, and no check is told of any.
+func TestRestoreTracesWhatItDoesAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		slow := time.Duration(0)
+		r, l := tracedRig(t, func() time.Duration { return slow })
+		ctx := context.Background()
+		old := r.create("k", light)
+		old.mustRun(t, "a", "true")
+		verify := &sandbox.Command{ID: "b", Argv: []string{"sleep", "1s"}, Class: sandbox.ClassVerify, Check: []string{"exit", "1"}}
+		if _, _, err := old.start(ctx, verify); err != nil {
+			t.Fatal(err)
+		}
+		old.mustWait(t, "b")
+		old.mustRun(t, "c", "true")
+		old.mustStart(t, "bg", "echo", "up", ";", "hang")
+		r.loseKeeper(old)
+		restore := func(slowly bool) (*box, []*dsecv1.StepTrace) {
+			t.Helper()
+			if slow = 0; slowly {
+				slow = 50 * time.Millisecond
+			}
+			r.look(l)
+			b, _ := r.mustRestore("k", func(q *dsecv1.RestoreRequest) { q.Repeat = []string{"*"} })
+			slow = 0
+			var again []*dsecv1.StepTrace
+			for _, p := range r.told(b) {
+				if p.Redo == int64(b.epoch.Load()) {
+					again = append(again, p)
+				}
+			}
+			return b, again
+		}
+		b, again := restore(false)
+		if len(again) != 3 {
+			t.Fatalf("of three steps that were done again and ended: %v", again)
+		}
+		for i, want := range []string{"a", "b", "c"} {
+			if p := again[i]; p.Step != want || p.Number != int64(i+1) || p.Seq == 0 || p.Redo != 1 || p.Deferred || len(p.Files) != 1 || p.Shared || p.Previous != "" {
+				t.Errorf("%s: %v", want, p)
+			}
+		}
+		if asks := r.look(l); len(asks) != 5 { // and one of the check, which brings no files, and the last of all
+			t.Errorf("asked: %+v", asks)
+		}
+		b.mustRun(t, "d", "true")
+		r.loseKeeper(b)
+		b, again = restore(true)
+		if len(again) != 5 || again[0].Deferred || !again[2].Deferred || !again[3].Deferred || !again[3].Shared || again[4].SinceStep != 1 || again[4].Step != "d" {
+			t.Errorf("with looks that take long: %v", again)
+		}
+		r.mustStop(b)
+
+		first := map[string]int{}
+		for _, p := range r.told(b) {
+			if p.Redo == 0 {
+				first[p.Step]++
+			}
+		}
+		if d := cmp.Diff(map[string]int{"a": 1, "b": 1, "c": 1, "d": 1}, first); d != "" {
+			t.Errorf("first traces: %s", d)
+		}
+		// Read, each stands beside the first, and none hides what has no trace.
+		reader := newTraceReader(sandbox.TraceLight, &dsecv1.TraceRequest{})
+		kinds := map[string][]string{}
+		send := func(s *dsecv1.TraceStep) error {
+			kinds[s.Step] = append(kinds[s.Step], s.Kind)
+			return nil
+		}
+		for _, rec := range r.records(b) {
+			if err := reader.add(&rec, send); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := reader.rest(send); err != nil {
+			t.Fatal(err)
+		}
+		want := map[string][]string{"a": {"command", "redo", "redo"}, "b": {"command", "redo", "redo"}, "c": {"command", "redo", "redo"}, "d": {"command", "redo", "redo"}, "bg": {"command"}}
+		if d := cmp.Diff(want, kinds); d != "" {
+			t.Error(d)
+		}
+	})
+}
+
+// look takes what a backend was asked so far.
+func (r *rig) look(l *looker) []trace.Ask {
 	l.mu.Lock()
-	l.asks = nil
-	l.mu.Unlock()
-	b, _ := r.mustRestore("k", nil)
-	l.mu.Lock()
+	defer l.mu.Unlock()
 	asks := l.asks
-	l.mu.Unlock()
-	if len(asks) != 3 || asks[0].Files || asks[1].Files || !asks[2].Files {
-		t.Errorf("asked of two steps that were done again: %+v", asks)
-	}
-	b.mustRun(t, "c", "true")
-	r.mustStop(b)
-	var steps []string
-	for _, p := range r.told(b) {
-		steps = append(steps, p.Step)
-	}
-	if d := cmp.Diff([]string{"a", "b", "c"}, steps); d != "" {
-		t.Error(d)
-	}
+	l.asks = nil
+	return asks
 }

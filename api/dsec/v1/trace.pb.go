@@ -49,8 +49,8 @@ type StepTrace struct {
 	LostEvents      int64                  `protobuf:"varint,22,opt,name=lost_events,json=lostEvents,proto3" json:"lost_events,omitempty"` // of processes, reads and connections that found no room
 	Lacking         []string               `protobuf:"bytes,23,rep,name=lacking,proto3" json:"lacking,omitempty"`                          // what this host can't tell, with the reason
 	TookUs          int64                  `protobuf:"varint,24,opt,name=took_us,json=tookUs,proto3" json:"took_us,omitempty"`             // that comparing files took
-	Number          int64                  `protobuf:"varint,25,opt,name=number,proto3" json:"number,omitempty"`                           // of the step in its trajectory, from 1; in answers alone
-	Seq             int64                  `protobuf:"varint,26,opt,name=seq,proto3" json:"seq,omitempty"`                                 // of the step's start; in answers alone
+	Number          int64                  `protobuf:"varint,25,opt,name=number,proto3" json:"number,omitempty"`                           // of the step in its trajectory, from 1; in answers, and in the record of a redo
+	Seq             int64                  `protobuf:"varint,26,opt,name=seq,proto3" json:"seq,omitempty"`                                 // of the step's start; likewise
 	Redo            int64                  `protobuf:"varint,28,opt,name=redo,proto3" json:"redo,omitempty"`                               // epoch of the restore that did the step again: the first trace of the step stands beside this one
 	Previous        string                 `protobuf:"bytes,27,opt,name=previous,proto3" json:"previous,omitempty"`                        // key of the step that was told before this one; empty where the host was started again in between
 	unknownFields   protoimpl.UnknownFields
