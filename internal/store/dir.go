@@ -21,6 +21,10 @@ const (
 	draftFolder = ".drafts" // can't be a key
 	// A draft that nobody wrote for this long belongs to a process that died.
 	draftAge = 24 * time.Hour
+	// A draft younger than this may be one that is not locked yet.
+	draftYoung = 5 * time.Second
+	// Before the mark of the machine in a draft's name, when it is not part of a copy.
+	draftPrefix = "d-"
 )
 
 // Dir is a store in a folder, which may be on a cluster file system (docs/format/store.md says what it needs of one). An error that such a
@@ -32,7 +36,8 @@ type Dir struct {
 
 var _ Store = (*Dir)(nil)
 
-// NewDir opens the store in the folder, which is made when it is missing, and removes drafts that were left behind.
+// NewDir opens the store in the folder, which is made when it is missing, and removes drafts that were left behind: at
+// once those of this machine's processes that died, others when they are a day old.
 func NewDir(root string) (*Dir, error) {
 	root, err := filepath.Abs(root)
 	if err != nil {
@@ -51,7 +56,8 @@ func NewDir(root string) (*Dir, error) {
 		return nil, fmt.Errorf("list drafts: %w", err)
 	}
 	for _, e := range entries {
-		if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > draftAge {
+		info, err := e.Info()
+		if err == nil && (time.Since(info.ModTime()) > draftAge || time.Since(info.ModTime()) > draftYoung && orphaned(drafts, e.Name())) {
 			os.Remove(filepath.Join(drafts, e.Name()))
 		}
 	}
@@ -107,12 +113,14 @@ func (d *Dir) Create(ctx context.Context) (Draft, error) {
 	}
 	var f *os.File
 	err := patient(ctx, func() (err error) {
-		f, err = os.CreateTemp(filepath.Join(d.root, draftFolder), "d-*")
+		f, err = os.CreateTemp(filepath.Join(d.root, draftFolder), draftPrefix+machine()+"-*")
 		return err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("create draft: %w", full(err))
 	}
+	// Where there are no locks its age tells that nobody writes it any more.
+	syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	return &draft{File: f, dir: d}, nil
 }
 

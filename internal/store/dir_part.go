@@ -113,6 +113,20 @@ func takePart(folder, stem string) (taken *os.File, have int64, err error) {
 	return taken, have, nil
 }
 
+// orphaned tells whether a draft is of a process of this machine that is gone. What a copy can go on with is none.
+func orphaned(folder, name string) bool {
+	m := machine()
+	if m == "" || !strings.HasPrefix(name, draftPrefix+m+"-") {
+		return false
+	}
+	f, err := os.OpenFile(filepath.Join(folder, name), os.O_RDWR|syscall.O_NOFOLLOW, 0)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil
+}
+
 // sweepParts removes drafts of an object that is there now.
 func (d *Dir) sweepParts(sum string) {
 	m := machine()

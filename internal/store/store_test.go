@@ -3,8 +3,10 @@ package store_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -97,6 +99,57 @@ func TestOldDraftsAreSweptAndYoungOnesKept(t *testing.T) {
 	}
 	if _, err := os.Stat(young); err != nil {
 		t.Error("a draft that may be in use was removed")
+	}
+}
+
+// Drafts of processes that were killed go when the store is opened next, those of living ones stay.
+func TestDraftsOfKilledProcessesGo(t *testing.T) {
+	if at := os.Getenv("DSEC_TEST_DRAFT"); at != "" { // a process that is killed
+		s, err := store.NewDir(at)
+		must(t, err)
+		d, err := s.Create(t.Context())
+		must(t, err)
+		_, err = d.Write([]byte("half of it"))
+		must(t, err)
+		fmt.Println("written")
+		time.Sleep(time.Minute)
+		return
+	}
+	at := t.TempDir()
+	cmd := exec.Command(os.Args[0], "-test.run=^TestDraftsOfKilledProcessesGo$")
+	cmd.Env = append(os.Environ(), "DSEC_TEST_DRAFT="+at)
+	said, err := cmd.StdoutPipe()
+	must(t, err)
+	must(t, cmd.Start())
+	_, err = io.ReadFull(said, make([]byte, len("written")))
+	must(t, err)
+	old := time.Now().Add(-2 * time.Minute)
+	reopen := func() *store.Dir {
+		for _, p := range drafts(t, at) {
+			must(t, os.Chtimes(p, old, old))
+		}
+		s, err := store.NewDir(at)
+		must(t, err)
+		return s
+	}
+	reopen()
+	if n := len(drafts(t, at)); n != 1 {
+		t.Errorf("while its writer lives: %d drafts", n)
+	}
+	must(t, cmd.Process.Kill())
+	cmd.Wait()
+	s := reopen()
+	if left := drafts(t, at); len(left) != 0 {
+		t.Errorf("left: %q", left)
+	}
+	d, err := s.Create(t.Context())
+	must(t, err)
+	_, err = d.Write([]byte("whole"))
+	must(t, err)
+	reopen() // by another one of the same machine
+	must(t, d.Publish(t.Context(), "a"))
+	if b, err := store.ReadAll(t.Context(), s, "a", 100); err != nil || string(b) != "whole" {
+		t.Errorf("%q %v", b, err)
 	}
 }
 
