@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"syscall"
 	"time"
 
 	"go.etcd.io/bbolt"
@@ -169,9 +170,17 @@ func (b *Bolt) Put(ctx context.Context, key string, value []byte, expected Revis
 		return bucket.Put([]byte(key), append(binary.BigEndian.AppendUint64(nil, n), value...))
 	})
 	if err != nil {
-		return 0, fmt.Errorf("put fact %s: %w", key, err)
+		return 0, fmt.Errorf("put fact %s: %w", key, full(err))
 	}
 	return rev, nil
+}
+
+// full makes what a full disk refuses an error that is no fault of ours.
+func full(err error) error {
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+		return fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
+	}
+	return err
 }
 
 func compare(bucket *bbolt.Bucket, key string, expected Revision) error {
@@ -208,7 +217,7 @@ func (b *Bolt) Delete(ctx context.Context, key string, expected Revision) error 
 		return bucket.Delete([]byte(key))
 	})
 	if err != nil {
-		return fmt.Errorf("delete fact %s: %w", key, err)
+		return fmt.Errorf("delete fact %s: %w", key, full(err))
 	}
 	return nil
 }
