@@ -14,6 +14,7 @@ type Call struct {
 	Code        string   // source text
 	Files       []*dsecv1.CallFile
 	Stdin       []byte
+	StdinKept   string // SHA-256 of a kept file, instead of Stdin
 	Args        []string
 	Env         map[string]string
 	Secret      []string // names in Env that the log must not hold
@@ -40,7 +41,7 @@ func (q *Call) program() *dsecv1.CallProgram {
 }
 
 func (q *Call) input() *dsecv1.CallInput {
-	in := &dsecv1.CallInput{Env: envVars(q.Env, q.Secret)}
+	in := &dsecv1.CallInput{Env: envVars(q.Env, q.Secret), StdinContent: q.StdinKept}
 	in.Stdin, in.StdinRaw = octets(string(q.Stdin))
 	in.Args, in.ArgsRaw = octetList(q.Args)
 	return in

@@ -226,3 +226,88 @@ func TestSandboxFusionBadBodies(t *testing.T) {
 		}
 	}
 }
+
+// TestCallPairs lets programs and interactors meet every end that either can come to.
+func TestCallPairs(t *testing.T) {
+	s := fncalls(t)
+	c := s.client()
+	guess := "#include <cstdio>\nint main(){int lo=1,hi=1000;char r[8];while(1){int m=(lo+hi)/2;printf(\"%d\\n\",m);fflush(stdout);if(scanf(\"%7s\",r)!=1)return 4;if(r[0]=='=')return 0;if(r[0]=='<')hi=m-1;else lo=m+1;}}"
+	host := "import sys\nn=0\nfor line in sys.stdin:\n  n+=1; x=int(line)\n  print('=' if x==729 else '<' if x>729 else '>', flush=True)\n  if x==729: sys.exit(0 if n<=10 else 1)\nsys.exit(2)"
+	for _, k := range []struct {
+		name                string
+		program, interactor client.Call
+		want, other         string // verdicts; "": either
+		first               string
+	}{
+		{"solved", client.Call{Lang: "cpp", Code: guess}, client.Call{Lang: "python", Code: host}, "OK", "OK", ""},
+		{"the program gives up", client.Call{Lang: "python", Code: "import sys; sys.exit(5)"}, client.Call{Lang: "python", Code: host}, "RE", "RE", "program"},
+		{"the interactor does", client.Call{Lang: "python", Code: "import time; time.sleep(0.5); print(input())"}, client.Call{Lang: "python", Code: "import sys; sys.exit(1)"}, "RE", "RE", "interactor"},
+		{"both wait", client.Call{Lang: "python", Code: "input()", Limits: &dsecv1.CallLimits{WallMs: 1000}}, client.Call{Lang: "python", Code: "input()", Limits: &dsecv1.CallLimits{WallMs: 20_000}}, "TLE", "RE", "program"},
+		{"a flood that nobody reads", client.Call{Lang: "python", Code: "while True: print('x'*1000)", Limits: &dsecv1.CallLimits{WallMs: 20_000}}, client.Call{Lang: "python", Code: "import time; time.sleep(0.3)"}, "", "OK", "interactor"},
+		{"a crash", client.Call{Lang: "c", Code: "int main(void){return *(volatile int*)0;}"}, client.Call{Lang: "python", Code: host}, "SIG", "RE", "program"},
+		{"memory", client.Call{Lang: "python", Code: "a=[]\nwhile True: a.append('x'*1000000)", Limits: &dsecv1.CallLimits{Memory: 64 << 20}}, client.Call{Lang: "bash", Code: "cat"}, "MLE", "OK", "program"},
+		{"another architecture", client.Call{Lang: "c", Code: "#include <unistd.h>\nint main(void){return syscall(0x40000000|39)>0;}"}, client.Call{Lang: "bash", Code: "cat"}, "SEC", "OK", "program"},
+	} {
+		a, err := c.FnCallPair(within(t), k.program, k.interactor)
+		if err != nil || a.Program == nil || a.Interactor == nil {
+			t.Errorf("%s: %v %v", k.name, a, err)
+			continue
+		}
+		if k.want != "" && a.Program.Verdict != k.want || k.other != "" && a.Interactor.Verdict != k.other || k.first != "" && a.FirstEnded != k.first {
+			t.Errorf("%s: want %s and %s, %s first; got %v and %v, %s first", k.name, k.want, k.other, k.first, a.Program.CallResult, a.Interactor.CallResult, a.FirstEnded)
+		}
+	}
+	a, err := c.FnCallPair(within(t), client.Call{Lang: "c", Code: "int main({"}, client.Call{Lang: "bash", Code: "cat"})
+	if err != nil || a.ProgramCompile == nil || a.ProgramCompile.Verdict != "CE" || a.Program != nil || a.Interactor != nil {
+		t.Errorf("a program that does not compile: %v %v", a, err)
+	}
+}
+
+// TestCallBatchesAndKeptFiles compiles once for many inputs and keeps files between calls, for their project alone.
+func TestCallBatchesAndKeptFiles(t *testing.T) {
+	s := fncalls(t)
+	c := s.client()
+	q := client.Call{Lang: "cpp", Code: fmt.Sprintf("#include <iostream>\nint main(){int n;std::cin>>n;if(n==13)return 13;std::cout<<n*n<<std::endl;} // %d", time.Now().UnixNano())}
+	var inputs []*dsecv1.CallInput
+	for i := range 20 {
+		inputs = append(inputs, &dsecv1.CallInput{Id: fmt.Sprint(i), Stdin: fmt.Sprint(i)})
+	}
+	for _, again := range []bool{false, true} {
+		b, err := c.FnCallBatch(within(t), q, inputs, false)
+		if err != nil || len(b.Results) != 20 || b.Verdict != "RE" || b.Compile == nil || b.Compile.Cached != again {
+			t.Fatalf("again %v: %v %v", again, b, err)
+		}
+		for i, r := range b.Results {
+			want, code := fmt.Sprintln(i*i), int32(0)
+			if i == 13 {
+				want, code = "", 13
+			}
+			if r.Id != fmt.Sprint(i) || string(r.Stdout) != want || r.Code != code {
+				t.Errorf("input %d: %v", i, r.CallResult)
+			}
+		}
+	}
+	b, err := c.FnCallBatch(within(t), client.Call{Lang: "bash", Code: "exit 1"}, inputs, true)
+	if err != nil || b.Verdict != "RE" || b.Results[19].Verdict != "CANCELLED" {
+		t.Errorf("the first failure ends it: %v %v", b, err)
+	}
+	// What a call keeps is the next one's input, without a way through the client.
+	a, err := c.FnCall(within(t), client.Call{Lang: "python", Code: "open('o','wb').write(bytes(range(256))*8192)", Outputs: []*dsecv1.CallOutput{{Path: "o", Keep: true}}})
+	must(t, err)
+	if len(a.Result.Files) != 1 || a.Result.Files[0].Content == "" || len(a.Result.Files[0].Data) > 0 {
+		t.Fatalf("kept: %v", a.Result.CallResult)
+	}
+	content := a.Result.Files[0].Content
+	a, err = c.FnCall(within(t), client.Call{Lang: "python", Code: "import sys; print(len(sys.stdin.buffer.read()), len(open('d/f','rb').read()))", StdinKept: content,
+		Files: []*dsecv1.CallFile{{Path: "d/f", Content: content}}})
+	if err != nil || string(a.Result.Stdout) != "2097152 2097152\n" {
+		t.Errorf("%v %v", a, err)
+	}
+	data, err := c.GetCallFile(within(t), content)
+	if err != nil || len(data) != 2<<20 {
+		t.Errorf("%d octets: %v", len(data), err)
+	}
+	if _, err := c.GetCallFile(within(t), strings.Repeat("0", 64)); !errors.Is(err, client.ErrNotFound) {
+		t.Errorf("a file that nobody kept: %v", err)
+	}
+}

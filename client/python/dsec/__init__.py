@@ -11,7 +11,7 @@ from ._aio.jobs import AsyncJob
 from ._aio.ports import AsyncConnection, AsyncPort, AsyncWebSocket
 from ._aio.sandbox import AsyncBatch, AsyncSandbox
 from ._config import PROTOCOL
-from ._fncall import BatchAnswer, CallAnswer, CallEvent, CallFile, CallInput, CallLimits, CallResult, CallSide, PairAnswer
+from ._fncall import BatchAnswer, CallAnswer, CallEvent, CallFile, CallInput, CallLimits, CallResult, CallSide, Kept, PairAnswer
 from ._ports import HttpResponse
 from ._sync.client import Client, Found
 from ._sync.commands import Process, Session
@@ -42,5 +42,5 @@ __all__ = [
     "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "NotRestored", "Outcome", "Port", "Process", "RawConnection", "Resources", "RestoreOptions", "Restored", "RestoredStep", "Result",
     "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
     "StartOptions", "State", "Stats", "StreamEnd", "Summary", "Unavailable", "Unsupported", "UploadResult", "Verdict", "VersionMismatch", "WebSocket",
-    "WebSocketClosed", "WriteResult", "BatchAnswer", "CallAnswer", "CallEvent", "CallFile", "CallInput", "CallLimits", "CallResult", "CallSide", "PairAnswer", "FileChange", "FileHistory", "PathState", "Trace", "TracedProcess", "TracedStep",
+    "WebSocketClosed", "WriteResult", "BatchAnswer", "CallAnswer", "CallEvent", "CallFile", "CallInput", "CallLimits", "CallResult", "CallSide", "Kept", "PairAnswer", "FileChange", "FileHistory", "PathState", "Trace", "TracedProcess", "TracedStep",
 ]

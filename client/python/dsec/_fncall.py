@@ -10,7 +10,16 @@ from ._octets import JSON, Fields, Octets, base64_of, encode, env_vars, millisec
 from .errors import Invalid
 from .options import Env, Size
 
-CallFiles = Mapping[str, Union[str, bytes]]  # path in the work folder -> content
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file that is kept already, by the SHA-256 that `put_call_file` or a result's `content` gave."""
+
+    content: str
+
+
+CallFiles = Mapping[str, Union[str, bytes, Kept]]  # path in the work folder -> content
 CALL_TIME = 30 * 60.0  # seconds: a call's limits and its wait for a place have bounds of their own
 
 
@@ -135,7 +144,7 @@ def part(f: Fields, name: str) -> Optional[CallResult]:
 class CallInput:
     """One input of a batch."""
 
-    stdin: Octets = b""
+    stdin: Union[Octets, Kept] = b""
     args: Sequence[Octets] = ()
     env: Optional[Env] = None
     files: Optional[CallFiles] = None
@@ -144,14 +153,20 @@ class CallInput:
     def body(self, secret: Collection[Octets] = ()) -> JSON:
         """The input as it goes over the wire; names in secret mark entries of env that the log must not hold."""
         body = ops.without_empty({"id": self.id, "env": env_vars(self.env, secret), "files": file_list(self.files)})
-        put(body, "stdin", self.stdin)
+        if isinstance(self.stdin, Kept):
+            body["stdin_content"] = self.stdin.content
+        else:
+            put(body, "stdin", self.stdin)
         if self.args:
             put_list(body, "args", self.args)
         return body
 
 
 def file_list(files: Optional[CallFiles]) -> List[JSON]:
-    return [{"path": path, "data": base64_of(encode(data, path))} for path, data in sorted((files or {}).items())]
+    return [
+        {"path": path, "content": data.content} if isinstance(data, Kept) else {"path": path, "data": base64_of(encode(data, path))}
+        for path, data in sorted((files or {}).items())
+    ]
 
 
 def program_body(lang: str, cmd: Sequence[Octets], code: Octets, files: Optional[CallFiles], environment: str, compile_args: Sequence[str]) -> JSON:
@@ -178,7 +193,7 @@ def common(
 
 
 def call_body(
-    lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Octets = b"", args: Sequence[Octets] = (),
+    lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Union[Octets, Kept] = b"", args: Sequence[Octets] = (),
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), environment: str = "", compile_args: Sequence[str] = (),
     limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (), keep: Sequence[str] = (),
     job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,

@@ -598,6 +598,50 @@ def test_a_restart_of_the_server_loses_nothing(client, server):
         sb.stop()
 
 
+def test_function_calls(client, server):
+    """Everything of calls that the SDK offers, with the shell of busybox."""
+    def sh(script, **more):
+        return client.fncall(cmd=["sh", "-c", script], environment="py", **more)
+
+    a = sh('read a; echo "$a-$1-$V"; echo err >&2; exit 3', stdin="in\n", env={"V": "v"}, limits=dsec.CallLimits(cpu=5, memory="64m"))
+    assert (a.verdict, a.result.code, a.result.stdout, a.result.stderr) == ("RE", 3, b"in--v\n", b"err\n") and a.compile is None and not a.result.ok
+    assert sh("sleep 60", limits=dsec.CallLimits(wall=0.3)).result.limit == "wall"
+    assert sh("yes", limits=dsec.CallLimits(output="4k")).result.stdout_truncated
+    # Files in and out, and by their content.
+    a = sh("cat d/in >out; printf \'\\377\' >>out", files={"d/in": b"octets \x00"}, outputs=["out"], keep=["out"])
+    data, kept = a.result.files
+    assert data.data == b"octets \x00\xff" and kept.content and client.get_call_file(kept.content) == data.data
+    mine = client.put_call_file(b"kept")
+    a = sh("cat - f", stdin=dsec.Kept(kept.content), files={"f": dsec.Kept(mine)})
+    assert a.result.stdout == data.data + b"kept"
+    with pytest.raises(NotFound):
+        sh("true", files={"f": dsec.Kept("0" * 64)})
+    b = client.fncall_batch([dsec.CallInput(stdin=str(i), id=f"n{i}") for i in range(5)], cmd=["sh", "-c", "read n; exit $n"], environment="py")
+    assert [(r.id, r.code) for r in b.results] == [(f"n{i}", i) for i in range(5)] and b.verdict == "RE"
+    p = client.fncall_pair(dsec.CallSide(cmd=["sh", "-c", "read x; echo $((x*2)); read y; exit $y"], environment="py"),
+                           dsec.CallSide(cmd=["sh", "-c", "echo 21; read r; [ $r = 42 ] && echo 7; cat"], environment="py"))
+    assert p.program.code == 7 and p.interactor.ok
+    # Keys.
+    first = sh("cat /proc/sys/kernel/random/uuid || echo $RANDOM", key="k", job="calls")
+    again = sh("cat /proc/sys/kernel/random/uuid || echo $RANDOM", key="k", job="calls")
+    assert again.recorded and not first.recorded and again.result == first.result
+    with pytest.raises(Exists):
+        sh("true", key="k", job="calls")
+    with pytest.raises(NotFound):
+        client.cancel_call("k", job="calls")
+    for gpu, error in (("shared", Unsupported), ("many", (Invalid, Unsupported))):
+        with pytest.raises(error):
+            sh("true", gpu=gpu)
+    langs = client.call_languages()
+    assert "python" in langs and "fncall" in langs["python"]  # its environment is missing here
+
+    async def many():
+        async with dsec.AsyncClient(server.url) as c:
+            return await asyncio.gather(*[c.fncall(cmd=["echo", str(i)], environment="py") for i in range(20)])
+
+    assert [a.result.stdout for a in asyncio.run(many())] == [b"%d\n" % i for i in range(20)]
+
+
 def test_end_leaves_nothing(client, server):
     """The last one: SIGTERM stops all, and no mount, process or cgroup stays."""
     client.run_container(environment="py")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, AsyncIterator, Collection, List, Mapping, Opti
 from .. import _config, _connect
 from .. import _fncall as fn
 from .. import _ops as ops, _restore as restoring
-from .._fncall import BatchAnswer, CallAnswer, CallFiles, CallInput, CallLimits, CallSide, PairAnswer
+from .._fncall import BatchAnswer, CallAnswer, CallFiles, CallInput, CallLimits, CallSide, Kept, PairAnswer
 from .._octets import Octets
 from ..errors import Invalid
 from ..model import Capabilities, ItemError, JobInfo, LogRecord, Selector, SelectorResult, ServerInfo
@@ -81,7 +81,7 @@ class AsyncClient:
     # Function calls.
 
     async def fncall(
-        self, lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Octets = b"", args: Sequence[Octets] = (),
+        self, lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Union[Octets, Kept] = b"", args: Sequence[Octets] = (),
         env: Optional[Env] = None, secret_env: Collection[Octets] = (), environment: str = "", compile_args: Sequence[str] = (),
         limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (), keep: Sequence[str] = (),
         job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,
