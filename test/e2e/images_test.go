@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -276,5 +277,119 @@ func TestLayersAreLaidOutByWhatWasRead(t *testing.T) {
 	next := s.box(t, func(o *client.Options) { o.Layers = []string{s.small(t), layer} })
 	if got := strings.Fields(out(t, next, "sha256sum /srv/f05"))[0]; got != sumOf(storetest.Random(5, 1<<20)) {
 		t.Error("wrong octets after the layer was laid out anew")
+	}
+}
+
+// Many sandboxes start over cold layers while the bucket is collected again and again, other layers come and go, and the store is dead for a while:
+// no wrong octet, no sandbox lost, errors that say what is wrong, and all is fine afterwards.
+func TestGCAndADeadStoreInABurst(t *testing.T) {
+	r := newRemote(t)
+	dead := 3 * time.Second
+	if os.Getenv("DSEC_TORTURE") != "" {
+		dead = 30 * time.Second
+	}
+	s := onDemand(t, r, "[blobs]\nlimit = \"96m\"\n")
+	small := s.small(t)
+	const layers, boxes = 5, 20
+	var ids, sums [layers]string
+	for i := range layers {
+		ids[i], sums[i] = bigLayer(t, s, uint64(i+70), 12)
+	}
+	stop := make(chan struct{})
+	var beside sync.WaitGroup
+	loop := func(do func(int)) {
+		beside.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+					do(i)
+				}
+			}
+		})
+	}
+	collections := 0
+	loop(func(int) {
+		r.Advance(time.Hour)
+		cmd := s.dsec("gc", r.args[1], "--grace", "2h")
+		cmd.Env = append(cmd.Env, r.env...)
+		b, err := cmd.CombinedOutput()
+		// It may be refused by the dead store, or find that the clock has jumped under it.
+		if err == nil {
+			collections++
+		} else if text := string(b); !strings.Contains(text, "dsec: ") {
+			t.Errorf("gc: %v %s", err, b)
+		}
+	})
+	loop(func(i int) { // comes and goes: the same contents as a layer that stays, and some of its own
+		name := fmt.Sprintf("gc/l%d", i%2)
+		data := append(storetest.Random(uint64(70+i%layers), 12<<20), storetest.Random(uint64(1000+i), 1<<20)...)
+		if _, err := s.client().ImportLayer(within(t), name, "test", bytes.NewReader(tarOf(entry{name: "srv/other", data: string(data)}))); err != nil {
+			return // while the store is dead
+		}
+		s.dsec("layer", "rm", name).Run()
+	})
+	time.AfterFunc(500*time.Millisecond, func() {
+		r.SetFault(func(string, string) storetest.S3Fault { return storetest.S3Fault{Status: 503, Code: "SlowDown"} })
+		time.AfterFunc(dead, func() { r.SetFault(nil) })
+	})
+	var wg sync.WaitGroup
+	for i := range boxes {
+		wg.Go(func() {
+			k := i % layers
+			for try := 0; ; try++ {
+				sb, err := s.client().RunContainer(within(t), client.Options{Layers: []string{small, ids[k]}, Memory: 64 << 20})
+				if err != nil {
+					if try > 20 || strings.TrimSpace(err.Error()) == "" {
+						t.Errorf("create: %v", err)
+						return
+					}
+					time.Sleep(time.Second)
+					continue
+				}
+				res, err := sb.Run(within(t), sh("sha256sum /srv/big"))
+				switch {
+				case err != nil:
+					t.Errorf("read: %v", err)
+				case res.OK() && strings.Fields(string(res.Stdout))[0] != sums[k]:
+					t.Errorf("wrong octets: %s", describe(res))
+				case !res.OK() && !strings.Contains(string(res.Stderr), "Input/output error"):
+					t.Errorf("read: %s", describe(res))
+				}
+				if err == nil && !res.OK() { // at the deadline of a store that was dead longer
+					r.SetFault(nil)
+					if res, err = sb.Run(within(t), sh("sha256sum /srv/big")); err != nil || !res.OK() || strings.Fields(string(res.Stdout))[0] != sums[k] {
+						t.Errorf("afterwards: %v %s", err, describe(res))
+					}
+				}
+				if err := sb.Stop(within(t)); err != nil {
+					t.Errorf("stop: %v", err)
+				}
+				return
+			}
+		})
+	}
+	wg.Wait()
+	close(stop)
+	beside.Wait()
+	r.SetFault(nil)
+	if collections == 0 {
+		t.Error("no collection was carried out")
+	}
+	t.Logf("%d collections", collections)
+	for range 2 {
+		r.Advance(3 * time.Hour)
+		cmd := s.dsec("gc", r.args[1], "--grace", "2h")
+		cmd.Env = append(cmd.Env, r.env...)
+		if b, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("gc: %v %s", err, b)
+		}
+	}
+	for k := range layers { // with the cache full of others
+		sb := s.box(t, func(o *client.Options) { o.Layers = []string{small, ids[k]} })
+		if got := strings.Fields(out(t, sb, "sha256sum /srv/big"))[0]; got != sums[k] {
+			t.Errorf("layer %d afterwards: sum %s, want %s", k, got, sums[k])
+		}
 	}
 }
