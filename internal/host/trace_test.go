@@ -292,3 +292,35 @@ func (r *rig) look(l *looker) []trace.Ask {
 	l.asks = nil
 	return asks
 }
+
+// What was refused to a step is told with it, bounded, whether it was traced or not, and not with the next one.
+func TestTraceTellsWhatWasRefused(t *testing.T) {
+	for _, level := range []string{"light", "off"} {
+		r, _ := tracedRig(t, func() time.Duration { return 0 })
+		b := r.create("k", func(s *dsecv1.Spec) { s.Trace = level })
+		b.mustStart(t, "a", "hang")
+		for range 3 {
+			(*sink)(b).Denied(context.Background(), "a", "mount", "/proc")
+		}
+		if err := b.signal(context.Background(), "a", 9, ""); err != nil {
+			t.Fatal(err)
+		}
+		b.mustWait(t, "a")
+		b.mustRun(t, "b", "true")
+		r.mustStop(b)
+		reader := newTraceReader(sandbox.TraceLevel(level), &dsecv1.TraceRequest{})
+		refused := map[string]int{}
+		send := func(s *dsecv1.TraceStep) error { refused[s.Step] = len(s.Denials); return nil }
+		for _, rec := range r.records(b) {
+			if err := reader.add(&rec, send); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := reader.rest(send); err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(map[string]int{"a": 3, "b": 0}, refused); d != "" {
+			t.Errorf("%s: %s", level, d)
+		}
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -211,5 +212,32 @@ func TestKernelTellsReadsAndConnections(t *testing.T) {
 		if len(s.Connections) != 1 || s.Connections[0].Error != 0 || int(s.Connections[0].To.Port()) != port || s.Connections[0].To.Addr().String() != "127.0.0.1" {
 			t.Errorf("connections %+v", s.Connections)
 		}
+	}
+}
+
+// Where loading programs is not permitted the reason is told, as unsupported, and nothing is left in the kernel.
+func TestKernelNotPermitted(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root: gives up the right to load programs")
+	}
+	type answer struct {
+		k   *Kernel
+		err error
+	}
+	c := make(chan answer)
+	go func() {
+		runtime.LockOSThread() // and never unlocked: the thread ends with its capabilities
+		hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var none [2]unix.CapUserData
+		if err := unix.Capset(&hdr, &none[0]); err != nil {
+			c <- answer{err: err}
+			return
+		}
+		k, err := Open(slog.New(slog.DiscardHandler))
+		c <- answer{k, err}
+	}()
+	a := <-c
+	if a.k != nil || !errors.Is(a.err, sandbox.ErrUnsupported) || !strings.Contains(a.err.Error(), "not permitted") {
+		t.Fatalf("%v %v", a.k, a.err)
 	}
 }
