@@ -13,6 +13,8 @@ import (
 	"strings"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -94,6 +96,11 @@ func (c *Cache) evict() error {
 
 // Put keeps what r gives, at most max octets, and returns its content's name.
 func (c *Cache) Put(owner string, r io.Reader, max int64) (content string, size int64, err error) {
+	defer func() {
+		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+			err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
+		}
+	}()
 	f, err := os.CreateTemp(c.dir, "new-*")
 	if err != nil {
 		return "", 0, fmt.Errorf("keep a file: %w", err)

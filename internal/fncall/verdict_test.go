@@ -1,6 +1,7 @@
 package fncall
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
@@ -149,5 +150,36 @@ func TestCache(t *testing.T) {
 	left, _ := os.ReadDir(dir)
 	if len(left) != 1 || c.size != 40 {
 		t.Errorf("opened again with room for one: %d files, %d octets", len(left), c.size)
+	}
+}
+
+// A full disk is told as such, leaves nothing half written, and what was kept before can still be read.
+func TestFullCache(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+		t.Skipf("needs root to mount: %v", err)
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	c, err := OpenCache(dir, 1<<30)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kept, _, err := c.Put("p", strings.NewReader("kept"), 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := c.Put("p", bytes.NewReader(make([]byte, 2<<20)), 4<<20); !errors.Is(err, sandbox.ErrExhausted) || !strings.Contains(err.Error(), "no space") {
+		t.Errorf("2 MiB on 1 MiB: %v", err)
+	}
+	if list, _ := os.ReadDir(dir); len(list) != 1 {
+		t.Errorf("left: %v", list)
+	}
+	f, err := c.Open("p", kept)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	if _, _, err := c.Put("p", bytes.NewReader(make([]byte, 512<<10)), 4<<20); err != nil {
+		t.Errorf("what fits: %v", err)
 	}
 }

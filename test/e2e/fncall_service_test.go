@@ -8,11 +8,14 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
@@ -107,12 +110,23 @@ func (s *service) calls() (out []string) {
 // is given up leaves its place to the next.
 func TestCallQueue(t *testing.T) {
 	s := newService(ownDir(t), "up", withDefaults(nil)...)
-	s.conf = "[fncall]\nplaces = 1\nwaiting = 40\n"
+	node := filepath.Join(s.dir, "gpu0") // a fake, which answers as /dev/zero
+	must(t, os.MkdirAll(s.dir, 0o700))
+	must(t, unix.Mknod(node, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 5))))
+	s.conf = fmt.Sprintf("[fncall]\nplaces = 1\nwaiting = 40\n[[fncall.gpu]]\nname = \"fake\"\nplaces = 2\nnodes = [%q]\nenv = [\"WHICH=fake\"]\n", node)
 	start(t, s)
 	publishShell(t, s)
 	_, err := s.client().PublishEnvironment(within(t), &dsecv1.Environment{Name: "fncall", Base: s.small(t)})
 	must(t, err)
 	c := s.client()
+	for mode, want := range map[string]string{"": "none\n", "shared": "fake\n4\n", "exclusive": "fake\n4\n"} {
+		q := shell("[ -c /dev/gpu0 ] || { echo none$WHICH; exit; }; echo $WHICH; head -c 4 /dev/gpu0 | wc -c")
+		q.GPU = mode
+		a, err := c.FnCall(within(t), q)
+		if err != nil || a.Verdict != "OK" || string(a.Result.Stdout) != want {
+			t.Errorf("gpu %q: %v %v", mode, a, err)
+		}
+	}
 	// Every run takes a second of the only place.
 	ctx, give := context.WithCancel(within(t))
 	var wg sync.WaitGroup
