@@ -126,7 +126,7 @@ func main() {
 	case errors.As(err, &code):
 		os.Exit(int(code))
 	default:
-		fmt.Fprintln(os.Stderr, "dsec:", lines(explain(err)))
+		fmt.Fprintln(os.Stderr, "dsec:", lines(failure(ctx, err)))
 		os.Exit(125)
 	}
 }
@@ -154,6 +154,14 @@ func bare(path string) string {
 }
 
 const noSandbox = "A name is that of a living sandbox; one that has ended is found by its ID (`dsec ps -a`)."
+
+// failure is what is said of an error that ends the program. A server that dies ends calls as a cancellation does, which only the user makes.
+func failure(ctx context.Context, err error) string {
+	if errors.Is(err, context.Canceled) && ctx.Err() == nil {
+		return err.Error() + "\nThe connection to the server broke."
+	}
+	return explain(err)
+}
 
 // explain adds what to do next to the errors that have one answer.
 func explain(err error) string {

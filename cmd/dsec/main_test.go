@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -31,5 +33,18 @@ func TestCommandLine(t *testing.T) {
 				t.Errorf("%s --%s has no help", strings.Join(words, " "), f.Name)
 			}
 		}
+	}
+}
+
+// Only who interrupted the program is told so.
+func TestBrokenCallsAreNotInterruptions(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	broken := fmt.Errorf("import layer: %w", context.Canceled)
+	if got := failure(ctx, broken); !strings.Contains(got, "import layer") || !strings.Contains(got, "connection to the server broke") {
+		t.Errorf("a server that died: %q", got)
+	}
+	cancel()
+	if got := failure(ctx, broken); got != "interrupted" {
+		t.Errorf("a user's interrupt: %q", got)
 	}
 }
