@@ -109,6 +109,7 @@ func (s *service) calls() (out []string) {
 // TestCallQueue fills a service with one place: another project has its turn, rates are kept, what can't wait is told so in time, and what
 // is given up leaves its place to the next.
 func TestCallQueue(t *testing.T) {
+	t.Parallel()
 	s := newService(ownDir(t), "up", withDefaults(nil)...)
 	node := filepath.Join(s.dir, "gpu0") // a fake, which answers as /dev/zero
 	must(t, os.MkdirAll(s.dir, 0o700))
