@@ -26,6 +26,7 @@ type vmSettings struct {
 	Kernel      string `toml:"kernel"` // folder
 	QEMU        string `toml:"qemu"`   // program
 	NoTemplates bool   `toml:"no_templates"`
+	Ready       int    `toml:"ready"`       // clones with a sandbox in them that wait for the next create of their kind
 	Firecracker string `toml:"firecracker"` // program of microvm instead of QEMU
 	Jailer      string `toml:"jailer"`      // of the same version
 	Faults      bool   `toml:"faults"`      // Firecracker's clones get their memory page by page
@@ -66,7 +67,7 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 		b, err := vm.New(ctx, vm.Config{
 			Name: name, Instance: instance(id) + name[:1], Host: string(id), StateDir: filepath.Join(p.State, name),
 			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
-			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, QEMU: p.settings.VM.QEMU,
+			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, Ready: min(max(p.settings.VM.Ready, 0), 64), QEMU: p.settings.VM.QEMU,
 			Firecracker: p.settings.VM.Firecracker, Jailer: p.settings.VM.Jailer, Faults: p.settings.VM.Faults, Mapped: p.settings.VM.Mapped,
 		}, vm.Deps{Layers: layers, Network: network, Verdict: verdict, Log: logger})
 		if errors.Is(err, sandbox.ErrUnsupported) {

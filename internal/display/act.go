@@ -148,14 +148,14 @@ func (s *Screen) Type(ctx context.Context, text string) error {
 		return err
 	}
 	return s.within(ctx, func() error {
-		for _, r := range text {
+		for i, r := range text {
 			sym, _ := symOf(r)
 			syms := []uint32{sym}
 			if unicode.IsUpper(r) || r < 0x80 && strings.ContainsRune(`~!@#$%^&*()_+{}|:"<>?`, r) {
 				syms = []uint32{named["shift"], sym} // servers that think in keys, as QEMU's, want it held
 			}
 			if err := s.press(ctx, syms); err != nil {
-				return err
+				return fmt.Errorf("after %d of %d octets: %w", i, len(text), err)
 			}
 		}
 		return nil
@@ -248,9 +248,9 @@ func (s *Screen) Scroll(ctx context.Context, x, y, steps int) error {
 		return fmt.Errorf("scroll by %d steps: at most %d: %w", steps, MaxScroll, sandbox.ErrInvalid)
 	}
 	return s.within(ctx, func() error {
-		for range steps {
+		for i := range steps {
 			if err := s.tap(ctx, mask, x, y); err != nil {
-				return err
+				return fmt.Errorf("after %d of %d steps: %w", i, steps, err)
 			}
 		}
 		return nil

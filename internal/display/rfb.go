@@ -9,6 +9,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"image"
 	"image/png"
@@ -34,9 +35,11 @@ const (
 
 // Screen is a connection to a display server.
 type Screen struct {
-	c   net.Conn
-	r   *bufio.Reader
-	img *image.NRGBA
+	c    net.Conn
+	r    *bufio.Reader
+	w, h int          // pixels
+	keep bool         // what is sent becomes the picture; else it is passed over
+	img  *image.NRGBA // nil before the first pixel that is kept: a server that only says a size costs nothing
 }
 
 // Open does the handshake on a connection, which is the screen's from then on, also when it fails. Only servers without a password are taken:
@@ -55,7 +58,7 @@ func Open(ctx context.Context, c net.Conn) (*Screen, error) {
 func (s *Screen) Close() error { return s.c.Close() }
 
 // Size is the screen's, in pixels, as it was last told.
-func (s *Screen) Size() (width, height int) { return s.img.Rect.Dx(), s.img.Rect.Dy() }
+func (s *Screen) Size() (width, height int) { return s.w, s.h }
 
 // within does something that ends with the context.
 func (s *Screen) within(ctx context.Context, do func() error) error {
@@ -65,7 +68,10 @@ func (s *Screen) within(ctx context.Context, do func() error) error {
 	stop := context.AfterFunc(ctx, func() { s.c.SetDeadline(time.Unix(1, 0)) })
 	err := do()
 	if !stop() && err != nil {
-		return ctx.Err()
+		return fmt.Errorf("%w: %w", ctx.Err(), err) // it says how far it came
+	}
+	if err != nil && !errors.Is(err, sandbox.ErrState) && !errors.Is(err, sandbox.ErrInvalid) { // of the connection, which is the guest's to break
+		return fmt.Errorf("the display server ended the connection: %w: %w", err, sandbox.ErrState)
 	}
 	return err
 }
@@ -192,19 +198,28 @@ func (s *Screen) resize(w, h int) error {
 	if w < 1 || h < 1 || w > maxSide || h > maxSide || w*h > maxArea {
 		return invalid("a size of %d by %d; each side is 1 to %d, %d pixels in all at most", w, h, maxSide, maxArea)
 	}
-	if s.img != nil && s.img.Rect.Dx() == w && s.img.Rect.Dy() == h {
-		return nil
-	}
-	s.img = image.NewNRGBA(image.Rect(0, 0, w, h))
-	for i := 3; i < len(s.img.Pix); i += 4 {
-		s.img.Pix[i] = 255
+	if s.w != w || s.h != h {
+		s.w, s.h, s.img = w, h, nil
 	}
 	return nil
 }
 
+// picture is where pixels go.
+func (s *Screen) picture() *image.NRGBA {
+	if s.img == nil {
+		s.img = image.NewNRGBA(image.Rect(0, 0, s.w, s.h))
+		for i := 3; i < len(s.img.Pix); i += 4 {
+			s.img.Pix[i] = 255
+		}
+	}
+	return s.img
+}
+
 // Screenshot writes the whole screen as PNG. Errors: ErrState for a server that breaks the protocol.
 func (s *Screen) Screenshot(ctx context.Context, w io.Writer) error {
+	s.keep = true
 	err := s.within(ctx, s.refresh)
+	s.keep = false
 	if err == nil {
 		err = (&png.Encoder{CompressionLevel: png.BestSpeed}).Encode(w, s.img)
 	}
@@ -290,23 +305,31 @@ func (s *Screen) update() (n int, resized bool, err error) {
 			}
 			resized = true
 		case encRaw:
-			if !image.Rect(x, y, x+w, y+h).In(s.img.Rect) {
+			if !image.Rect(x, y, x+w, y+h).In(image.Rect(0, 0, s.w, s.h)) {
 				return 0, false, invalid("a rectangle of %d by %d at %d, %d, outside its screen", w, h, x, y)
 			}
 			if w == 0 || h == 0 {
 				continue // has no place, wherever it says that it lies
 			}
-			line := make([]byte, 4*w)
+			n += w * h
+			if !s.keep {
+				for range h {
+					if _, err := s.r.Discard(4 * w); err != nil {
+						return 0, false, fmt.Errorf("read: %w", err)
+					}
+				}
+				continue
+			}
+			img, line := s.picture(), make([]byte, 4*w)
 			for r := range h {
 				if _, err := io.ReadFull(s.r, line); err != nil {
 					return 0, false, fmt.Errorf("read: %w", err)
 				}
-				out := s.img.Pix[s.img.PixOffset(x, y+r):]
+				out := img.Pix[img.PixOffset(x, y+r):]
 				for i := 0; i < len(line); i += 4 {
 					out[i], out[i+1], out[i+2] = line[i+2], line[i+1], line[i]
 				}
 			}
-			n += w * h
 		default:
 			return 0, false, invalid("a rectangle in encoding %d, which was not asked for", enc)
 		}

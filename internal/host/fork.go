@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -24,7 +25,8 @@ const (
 )
 
 // Fork makes sandboxes that begin with the files of a living one: a snapshot, once under its key, and a create for each on top of it. The
-// call can be repeated: both are known by their keys.
+// call can be repeated: both are known by their keys. Where the backend forks memory they go on with its processes, too; the snapshot is then
+// what a restore begins with. A request with an environment of its own begins with files alone: no process would have it.
 func (s sandboxService) Fork(ctx context.Context, req *connect.Request[dsecv1.ForkRequest]) (*connect.Response[dsecv1.ForkResponse], error) {
 	q, h := req.Msg, s.h
 	n := max(int(q.GetCount()), 1)
@@ -51,6 +53,13 @@ func (s sandboxService) Fork(ctx context.Context, req *connect.Request[dsecv1.Fo
 		return nil, fmt.Errorf("fork: %w", err)
 	}
 	spec.Layers = append(spec.Layers, layer)
+	if len(q.GetEnv()) == 0 {
+		release, err := b.point(ctx, spec, key, n)
+		if err != nil {
+			return nil, fmt.Errorf("fork: %w", err)
+		}
+		defer release()
+	}
 	made, errs := make([]*dsecv1.Sandbox, n), make([]error, n)
 	var g errgroup.Group
 	g.SetLimit(forkParallel)
@@ -75,6 +84,41 @@ func (s sandboxService) Fork(ctx context.Context, req *connect.Request[dsecv1.Fo
 		out.Sandboxes = append(out.Sandboxes, made[i])
 	}
 	return connect.NewResponse(out), nil
+}
+
+// point has the creates that follow go on from the sandbox's memory, where its backend can and any of them is not there yet.
+func (b *box) point(ctx context.Context, spec *dsecv1.Spec, key string, n int) (release func(), err error) {
+	release = func() {}
+	var keys []sandbox.ForkKey
+	b.h.mu.Lock()
+	for i := range n {
+		k := sandbox.ForkKey{Project: spec.GetProject(), Job: spec.GetJob(), Key: forkKey(key, i)}
+		if b.h.keys[trajectory.ID(k)] == nil {
+			keys = append(keys, k)
+		}
+	}
+	b.h.mu.Unlock()
+	be := b.h.deps.Backends[b.spec.Backend]
+	if len(keys) == 0 || be == nil || be.Capabilities().Fork != "memory" {
+		return release, nil
+	}
+	inst, err := b.use(ctx)
+	if err != nil {
+		return release, err
+	}
+	defer b.done()
+	f, ok := inst.(sandbox.Forked)
+	if !ok {
+		return release, nil
+	}
+	r, err := f.Point(ctx, keys)
+	if errors.Is(err, sandbox.ErrUnsupported) {
+		return release, nil // files then: the answer's notes tell
+	}
+	if err != nil {
+		return release, err
+	}
+	return r, nil
 }
 
 func forkKey(key string, i int) string { return key + "/" + strconv.Itoa(i+1) }

@@ -259,6 +259,14 @@ func (q *QEMU) boot(b *builder, s *Spec) error {
 			line = append(line, "tsc_early_khz="+strconv.Itoa(khz))
 		}
 	}
+	if s.Display {
+		line = append(line, "consoleblank=0", "dsec.screen=1")
+		if !s.Kernel.ELF() {
+			// The text console stays on the screen: a driver for graphics would take it away and show what a display server draws alone. A
+			// kernel that is entered directly was not told of a screen with text, so it has none.
+			line = append(line, "nomodeset")
+		}
+	}
 	if s.Append != "" {
 		line = append(line, s.Append)
 	}

@@ -1,8 +1,11 @@
 package main
 
 import (
+	"crypto/rand"
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
+	"strconv"
 	"time"
 	"unsafe"
 
@@ -32,6 +35,31 @@ func renew(r *vmwire.Request) error {
 				return fmt.Errorf("set the clock: %w", err)
 			}
 		}
+	}
+	return nil
+}
+
+// renewID gives the sandbox of a fork another machine-id, where it has one. The sandbox wrote its tree: no link is followed.
+func renewID(pid int) error {
+	root, err := unix.Open("/proc/"+strconv.Itoa(pid)+"/root", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("machine-id: %w", err)
+	}
+	defer unix.Close(root)
+	fd, err := unix.Openat2(root, "etc/machine-id", &unix.OpenHow{Flags: unix.O_RDWR | unix.O_NOFOLLOW | unix.O_NONBLOCK | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS})
+	if err != nil {
+		return nil // it has none, or a link
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size < 32 || st.Size > 33 {
+		return nil // not of the form
+	}
+	id := make([]byte, 16)
+	rand.Read(id)
+	if _, err := unix.Pwrite(fd, hex.AppendEncode(nil, id), 0); err != nil {
+		return fmt.Errorf("machine-id: %w", err)
 	}
 	return nil
 }

@@ -194,7 +194,16 @@ func (m *machine) call(r *vmwire.Request, st io.Reader) (vmwire.Answer, error) {
 		}
 		return a, m.keeperErr
 	case vmwire.OpRenew:
-		return vmwire.Answer{}, renew(r)
+		err := renew(r)
+		if err == nil && len(r.Entropy) > 0 {
+			m.mu.Lock()
+			born := m.born
+			m.mu.Unlock()
+			if born != nil { // a fork: the sandbox stands still
+				err = renewID(born.Pid)
+			}
+		}
+		return vmwire.Answer{}, err
 	case vmwire.OpPrepare:
 		return vmwire.Answer{}, m.prepare(context.Background(), r.Layer)
 	case vmwire.OpBirth:
@@ -280,6 +289,9 @@ func (m *machine) bear(r *vmwire.Birth) (*keeper.Born, error) {
 		return none, err
 	}
 	m.birth, m.born = &b, born
+	if err := giveScreen(born.Pid, int(b.UIDBase)); err != nil {
+		return none, err
+	}
 	if r.Network != nil {
 		if err := enterNetwork(born.Pid, r.Network); err != nil {
 			return none, err

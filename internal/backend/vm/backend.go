@@ -42,7 +42,10 @@ type Config struct {
 	Seccomp, Events []byte
 	// NoTemplates boots every machine.
 	NoTemplates bool
-	QEMU        string // program; empty: of the path
+	// Ready is how many clones with a sandbox in them wait for the next create of their kind, for each of the kinds that were last asked for;
+	// 0: none. Each takes memory of the host as an idle sandbox does.
+	Ready int
+	QEMU  string // program; empty: of the path
 	// Firecracker is the program of the backend microvm, instead of QEMU. It needs a KVM that works: without one there is no such backend.
 	Firecracker string
 	Jailer      string // of the same version; empty: none
@@ -86,6 +89,8 @@ type Backend struct {
 	flat   *flats
 	disks  *disks
 	models *templates
+	ready  *readies
+	points points
 	net    Network
 
 	life context.Context // of what serves sandboxes; ends with Run
@@ -155,6 +160,8 @@ func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
 		return fail(err)
 	}
 	b.models = newTemplates(b)
+	b.ready = newReadies(b)
+	b.points.open = map[sandbox.ForkKey]*point{}
 	b.life, b.end = context.WithCancel(context.Background())
 	return b, nil
 }
@@ -177,6 +184,9 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	}
 	if f.Degraded {
 		c.Features["degraded"] = degradedWhy(f)
+	}
+	if b.forks() {
+		c.Fork = "memory"
 	}
 	if why := b.noNetworkOpen(); why != "" {
 		c.Features["network.open"] = why
@@ -245,7 +255,7 @@ func (b *Backend) monitorEnded(a warden.Alive) {
 	b.mu.Lock()
 	var x *instance
 	for _, y := range b.boxes {
-		if monitorID(y.id) == a.ID {
+		if y.name() == a.ID {
 			x = y
 		}
 	}
@@ -269,14 +279,11 @@ func (b *Backend) lostWarden(ctx context.Context) {
 	boxes := slices.Collect(maps.Values(b.boxes))
 	b.mu.Unlock()
 	for _, x := range boxes {
-		if x.isLiving() && !x.isSaved() && !x.isSaving() && !lives[monitorID(x.id)] {
+		if x.isLiving() && !x.isSaved() && !x.isSaving() && !lives[x.name()] {
 			x.ended(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "keeper_lost", Detail: "the process that holds the machines of this host died"})
 		}
 	}
 }
-
-// monitorID names the monitor of a sandbox: IDs are unique for ever.
-func monitorID(id sandbox.ID) string { return string(id) }
 
 func (b *Backend) register(x *instance) error {
 	b.mu.Lock()
@@ -303,10 +310,11 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 		keep[string(id)] = true
 	}
 	b.mu.Lock()
-	for id := range b.boxes {
-		keep[string(id)] = true
+	for id, x := range b.boxes {
+		keep[string(id)], keep[x.name()] = true, true
 	}
 	b.mu.Unlock()
+	b.ready.names(keep)
 	var errs []error
 	list, err := b.warden.List(ctx)
 	if errors.Is(err, sandbox.ErrLost) {
@@ -344,8 +352,9 @@ func (b *Backend) Release(ctx context.Context) error {
 	if n > 0 {
 		return fmt.Errorf("%s: %d sandboxes live: %w", b.cfg.Name, n, sandbox.ErrState)
 	}
+	err := b.ready.drain(ctx)
 	b.models.forget()
-	return errors.Join(b.endWarden(ctx), b.sweepMemories(ctx))
+	return errors.Join(err, b.endWarden(ctx), b.sweepMemories(ctx))
 }
 
 // endWarden ends the warden and returns when nothing of it is left.
@@ -381,18 +390,22 @@ func (b *Backend) Held() []string {
 	if err != nil {
 		out = append(out, err.Error())
 	}
+	waits := map[string]bool{}
+	b.ready.names(waits)
 	for _, d := range disks {
-		out = append(out, "disk of "+d)
+		if !waits[d] {
+			out = append(out, "disk of "+d)
+		}
 	}
 	for _, id := range b.stores() {
-		if !b.models.owns(id) {
+		if !b.models.owns(id) && !waits[id] {
 			out = append(out, "store of "+id)
 		}
 	}
 	list, err := b.warden.List(context.Background())
 	if err == nil {
 		for _, a := range list {
-			if !b.models.owns(a.ID) {
+			if !b.models.owns(a.ID) && !waits[a.ID] {
 				out = append(out, "monitor "+a.ID)
 			}
 		}
@@ -409,13 +422,25 @@ type handle struct {
 	Disk     int64             `json:"disk"`   // limit of its writable disk
 	Layer    string            `json:"layer"`  // the flat image
 	Template string            `json:"template,omitempty"`
+	Machine  string            `json:"machine,omitempty"` // its name, where that is not the sandbox's ID
+	Inside   sandbox.ID        `json:"inside,omitempty"`  // the ID that its guest knows the sandbox by, where that is another one
 	Lent     *container.Lent   `json:"lent,omitempty"`
+	Mark     string            `json:"mark,omitempty"` // before the IDs of a fork's commands in its guest, which knows those of before
 	Laid     map[string]string `json:"laid,omitempty"`
 }
 
-const handleVersion = 1
+const (
+	handleVersion = 1
+	maxMark       = 16
+)
 
 func (h handle) check(slots int) error {
+	if h.Machine != "" && (filepath.Base(h.Machine) != h.Machine || strings.HasPrefix(h.Machine, ".")) {
+		return fmt.Errorf("its handle names the machine %.80q: %w", h.Machine, sandbox.ErrInvalid)
+	}
+	if len(h.Mark) > maxMark {
+		return fmt.Errorf("its handle has a mark of %d octets: %w", len(h.Mark), sandbox.ErrInvalid)
+	}
 	if h.Version != handleVersion || h.Slot < 0 || h.Slot >= slots || h.Layer == "" {
 		return fmt.Errorf("its handle is of version %d, slot %d, layer %q: %w", h.Version, h.Slot, h.Layer, sandbox.ErrInvalid)
 	}
@@ -463,6 +488,17 @@ func (s *slots) claim(k int, id sandbox.ID) error {
 	return nil
 }
 
+// give makes a slot another's.
+func (s *slots) give(k int, from, to sandbox.ID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.used[k] != from {
+		return fmt.Errorf("uid slot %d belongs to %q: %w", k, s.used[k], sandbox.ErrState)
+	}
+	s.used[k] = to
+	return nil
+}
+
 func (s *slots) release(k int, id sandbox.ID) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -475,7 +511,7 @@ func (s *slots) names() (out []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for k, id := range s.used {
-		if !strings.HasPrefix(string(id), templatePrefix) {
+		if !strings.HasPrefix(string(id), templatePrefix) && !strings.HasPrefix(string(id), readyPrefix+"-") {
 			out = append(out, fmt.Sprintf("uid slot %d of %s", k, id))
 		}
 	}

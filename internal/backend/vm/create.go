@@ -92,17 +92,36 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	if err := ctx.Err(); err != nil {
 		return fail(err)
 	}
-	x := newInstance(b, id, spec, sink)
-	if err := b.register(x); err != nil {
+	x, err := b.enter(id, spec, sink)
+	if err != nil {
 		return fail(err)
 	}
-	x.undo.push("forget the sandbox", func(context.Context) error { b.unregister(x); return nil })
 	// What has begun is seen through to the end of a step and then undone, whatever became of the request.
 	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), birthBound)
 	defer cancel()
 	stop := context.AfterFunc(ctx, cancel)
 	defer stop()
-	err := x.make(bound)
+	b.ready.creating.Add(1)
+	var from *instance
+	if p := b.points.take(spec); p != nil {
+		err = x.continueFrom(bound, p)
+		from = x
+	} else if from = b.ready.take(spec); from != nil {
+		if err = b.adopt(bound, x, from); err != nil && bound.Err() == nil {
+			b.log.Warn("a machine that waited can't be had: another is made", "sandbox", id, "err", err)
+			if err = x.undo.run(bound); err == nil {
+				from = nil
+				x, err = b.enter(id, spec, sink)
+			}
+		}
+	}
+	if from == nil && err == nil {
+		err = x.make(bound)
+	}
+	b.ready.creating.Add(-1)
+	if x == nil {
+		return fail(err)
+	}
 	if err == nil {
 		err = ctx.Err()
 	}
@@ -118,6 +137,17 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	}
 	x.setState(living)
 	x.serve()
+	b.ready.want(spec)
+	return x, nil
+}
+
+// enter makes an instance of the ID known.
+func (b *Backend) enter(id sandbox.ID, spec *sandbox.Spec, sink sandbox.Sink) (*instance, error) {
+	x := newInstance(b, id, spec, sink)
+	if err := b.register(x); err != nil {
+		return nil, err
+	}
+	x.undo.push("forget the sandbox", func(context.Context) error { b.unregister(x); return nil })
 	return x, nil
 }
 
@@ -137,9 +167,9 @@ func (x *instance) make(ctx context.Context) (err error) {
 	}
 	x.undo.push("release the image", func(context.Context) error { b.flat.release(image); return nil })
 	x.h.Version, x.h.Layer, x.h.Disk, x.h.Memory = handleVersion, string(image), x.spec.Resources.Disk, machineMemory(x.spec.Resources.Memory)
-	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(x.id)) })
+	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(x.name()) })
 	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
-	disk, err := b.disks.create(ctx, string(x.id), x.spec.Resources.Disk)
+	disk, err := b.disks.create(ctx, x.name(), x.spec.Resources.Disk)
 	if err != nil {
 		files.Close()
 		return err
@@ -192,8 +222,8 @@ func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.
 		disks = append(disks, layerDisks(v.Layer, f)...)
 	}
 	s := &vmm.Spec{
-		ID: monitorID(x.id), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
-		Memory: x.h.Memory, Disks: append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk}), Store: b.store(string(x.id)),
+		ID: x.name(), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
+		Display: b.hasScreen(), Memory: x.h.Memory, Disks: append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk}), Store: b.store(x.name()),
 		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
 	}
 	if x.spec.BestEffort {
@@ -235,7 +265,7 @@ func (x *instance) start(ctx context.Context, s *vmm.Spec) error {
 func (x *instance) bear(ctx context.Context) error {
 	r := x.spec.Resources
 	birth := &keeper.Birth{
-		ID: x.id, UIDBase: insideUIDs, Hostname: x.spec.Hostname, Resources: r, Network: x.spec.Network, Env: x.spec.Env,
+		ID: x.inside(), UIDBase: insideUIDs, Hostname: x.spec.Hostname, Resources: r, Network: x.spec.Network, Env: x.spec.Env,
 		NoNewPrivs: x.spec.NoNewPrivs, Seccomp: x.b.cfg.Seccomp, Events: x.b.cfg.Events, Volumes: x.spec.Volumes,
 	}
 	birth.Resources.CPU, birth.Resources.CPUWeight = 0, 100 // the monitor's group holds these
@@ -256,12 +286,12 @@ func (x *instance) bear(ctx context.Context) error {
 		return err
 	}
 	if !x.deadline.IsZero() {
-		return x.link.keeper.SetDeadline(ctx, x.id, keeper.DeadlineTotal, x.deadline, totalCause)
+		return x.link.keeper.SetDeadline(ctx, x.inside(), keeper.DeadlineTotal, x.deadline, totalCause)
 	}
 	return nil
 }
 
-func (x *instance) dir() string { return filepath.Join(x.b.cfg.RunDir, string(x.id)) }
+func (x *instance) dir() string { return filepath.Join(x.b.cfg.RunDir, x.name()) }
 
 func (x *instance) makeFolder() error {
 	x.undo.push("remove the folder", func(context.Context) error { return os.RemoveAll(x.dir()) })

@@ -60,6 +60,33 @@ func (d *disks) createSize(ctx context.Context, id string, size int64) (*os.File
 		return nil, fmt.Errorf("writable disk: %w", err)
 	}
 	defer master.Close()
+	return d.createFrom(id, master)
+}
+
+// copy is a disk as it is now, in a file without a name.
+func (d *disks) copy(id string) (*os.File, error) {
+	from, err := os.Open(d.path(id))
+	if err != nil {
+		return nil, fmt.Errorf("copy the disk: %w", err)
+	}
+	defer from.Close()
+	at := d.path(id) + ".new" // a sweep would remove it
+	f, err := os.OpenFile(at, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("copy the disk: %w", err)
+	}
+	if err := errors.Join(os.Remove(at), copySparse(f, from)); err != nil {
+		f.Close()
+		if errors.Is(err, unix.ENOSPC) {
+			err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
+		}
+		return nil, fmt.Errorf("copy the disk: %w", err)
+	}
+	return f, nil
+}
+
+// createFrom makes a disk with what a file holds.
+func (d *disks) createFrom(id string, master *os.File) (*os.File, error) {
 	f, err := os.OpenFile(d.path(id), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("writable disk: %w", err)

@@ -30,11 +30,14 @@ func newBudget(limit int64) *budget {
 }
 
 func (x *instance) mine(id sandbox.ID, what string) error {
-	if id != x.id {
+	if id != x.inside() {
 		return fmt.Errorf("guest of %s: %s of %.60q: %w", x.id, what, id, sandbox.ErrInvalid)
 	}
 	return nil
 }
+
+// mineSince tells the ID of a command from what the guest calls it. It is false for one of before the fork, which goes on for itself.
+func (x *instance) mineSince(cmd string) (string, bool) { return strings.CutPrefix(cmd, x.h.Mark) }
 
 // spend takes octets of a command's budget. A command that nobody here started has that of the largest.
 func (x *instance) spend(cmd string, stream sandbox.StreamName, n int) error {
@@ -63,6 +66,10 @@ const maxRunning = 4096
 // Output implements keeper.Handler.
 func (x *instance) Output(ctx context.Context, id sandbox.ID, cmd string, stream sandbox.StreamName, offset int64, data []byte, late bool) error {
 	err := x.mine(id, "output")
+	cmd, ok := x.mineSince(cmd)
+	if err == nil && !ok {
+		return nil
+	}
 	if err == nil && (offset < 0 || offset > 1<<50) {
 		err = fmt.Errorf("guest of %s: output at %d: %w", x.id, offset, sandbox.ErrInvalid)
 	}
@@ -80,6 +87,10 @@ func (x *instance) Output(ctx context.Context, id sandbox.ID, cmd string, stream
 func (x *instance) CommandEnded(ctx context.Context, id sandbox.ID, cmd string, o sandbox.Outcome) error {
 	if err := x.mine(id, "end"); err != nil {
 		x.distrust(err)
+		return nil
+	}
+	cmd, ok := x.mineSince(cmd)
+	if !ok {
 		return nil
 	}
 	x.mu.Lock()
@@ -132,7 +143,7 @@ func (x *instance) Ended(ctx context.Context, id sandbox.ID, c sandbox.Cause) er
 
 // Denied implements keeper.Handler.
 func (x *instance) Denied(ctx context.Context, id sandbox.ID, cmd, call, detail string) {
-	if x.mine(id, "denial") == nil {
+	if cmd, ok := x.mineSince(cmd); ok && x.mine(id, "denial") == nil {
 		x.sink.Denied(ctx, cut(cmd, 200), cut(call, 80), cut(detail, maxDetail))
 	}
 }

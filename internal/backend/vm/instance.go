@@ -70,6 +70,22 @@ func newInstance(b *Backend, id sandbox.ID, spec *sandbox.Spec, sink sandbox.Sin
 	return x
 }
 
+// name is the machine's: of its monitor, its folder and its disk.
+func (x *instance) name() string {
+	if x.h.Machine != "" {
+		return x.h.Machine
+	}
+	return string(x.id)
+}
+
+// inside is what the guest calls the sandbox.
+func (x *instance) inside() sandbox.ID {
+	if x.h.Inside != "" {
+		return x.h.Inside
+	}
+	return x.id
+}
+
 // Notes are what the sandbox has otherwise than asked, for its client.
 func (x *instance) Notes() map[string]string {
 	f := x.b.driver.Features()
@@ -218,7 +234,7 @@ func (x *instance) relink(ctx context.Context) error {
 		return err
 	}
 	born, err := l.greet(ctx)
-	if err == nil && born != string(x.id) {
+	if err == nil && born != string(x.inside()) {
 		err = fmt.Errorf("its guest has the sandbox %.60q: %w", born, sandbox.ErrLost)
 	}
 	if err == nil {
@@ -239,7 +255,7 @@ func (x *instance) machineOver(ctx context.Context) bool {
 		if ctx.Err() != nil || x.isSaved() || x.isSaving() {
 			return false
 		}
-		a, e := x.b.monitor(ctx, x.id)
+		a, e := x.b.monitor(ctx, x.name())
 		switch {
 		case e != nil:
 			return false
@@ -322,7 +338,7 @@ func (x *instance) ended(c sandbox.Cause) {
 func (x *instance) distrust(err error) {
 	x.b.log.Error("a guest broke the protocol", "sandbox", x.id, "err", err)
 	x.ended(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "guest_broke_protocol", Detail: cut(err.Error(), maxDetail)})
-	go x.b.warden.Kill(context.WithoutCancel(x.life), monitorID(x.id))
+	go x.b.warden.Kill(context.WithoutCancel(x.life), x.name())
 }
 
 // use is the conversation for a call to the living sandbox; it waits for one.
@@ -371,7 +387,9 @@ func (x *instance) Start(ctx context.Context, cmd *sandbox.Command) error {
 		x.began[cmd.ID] = time.Now()
 	}
 	x.mu.Unlock()
-	return x.said("start "+cmd.ID, l.keeper.Start(ctx, x.id, cmd))
+	c := *cmd
+	c.ID = x.h.Mark + cmd.ID
+	return x.said("start "+cmd.ID, l.keeper.Start(ctx, x.inside(), &c))
 }
 
 func (x *instance) Known(ctx context.Context, cmd string) (bool, error) {
@@ -379,7 +397,7 @@ func (x *instance) Known(ctx context.Context, cmd string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	known, err := l.keeper.Known(ctx, x.id, cmd)
+	known, err := l.keeper.Known(ctx, x.inside(), x.h.Mark+cmd)
 	return known, x.said("look up "+cmd, err)
 }
 
@@ -388,7 +406,7 @@ func (x *instance) Stdin(ctx context.Context, cmd string, offset int64, data []b
 	if err != nil {
 		return offset, err
 	}
-	taken, err := l.keeper.Stdin(ctx, x.id, cmd, offset, data, eof)
+	taken, err := l.keeper.Stdin(ctx, x.inside(), x.h.Mark+cmd, offset, data, eof)
 	if taken > offset+int64(len(data)) || taken < 0 {
 		taken = offset + int64(len(data)) // more than was given, says a hostile guest
 	}
@@ -400,7 +418,7 @@ func (x *instance) Signal(ctx context.Context, cmd string, sig int) error {
 	if err != nil {
 		return err
 	}
-	return x.said("signal "+cmd, l.keeper.Signal(ctx, x.id, cmd, sig))
+	return x.said("signal "+cmd, l.keeper.Signal(ctx, x.inside(), x.h.Mark+cmd, sig))
 }
 
 func (x *instance) Resize(ctx context.Context, cmd string, size sandbox.Size) error {
@@ -408,7 +426,7 @@ func (x *instance) Resize(ctx context.Context, cmd string, size sandbox.Size) er
 	if err != nil {
 		return err
 	}
-	return x.said("resize "+cmd, l.keeper.Resize(ctx, x.id, cmd, size))
+	return x.said("resize "+cmd, l.keeper.Resize(ctx, x.inside(), x.h.Mark+cmd, size))
 }
 
 func (x *instance) OpenSession(ctx context.Context, s *sandbox.Session) error {
@@ -416,7 +434,7 @@ func (x *instance) OpenSession(ctx context.Context, s *sandbox.Session) error {
 	if err != nil {
 		return err
 	}
-	return x.said("open session "+s.Name, l.keeper.OpenSession(ctx, x.id, s))
+	return x.said("open session "+s.Name, l.keeper.OpenSession(ctx, x.inside(), s))
 }
 
 func (x *instance) CloseSession(ctx context.Context, name string) error {
@@ -424,7 +442,7 @@ func (x *instance) CloseSession(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	return x.said("close session "+name, l.keeper.CloseSession(ctx, x.id, name))
+	return x.said("close session "+name, l.keeper.CloseSession(ctx, x.inside(), name))
 }
 
 func (x *instance) Files(ctx context.Context, user string) (io.ReadWriteCloser, error) {
@@ -435,7 +453,7 @@ func (x *instance) Files(ctx context.Context, user string) (io.ReadWriteCloser, 
 	if user == "" {
 		user = x.spec.User
 	}
-	c, err := l.keeper.Files(ctx, x.id, user)
+	c, err := l.keeper.Files(ctx, x.inside(), user)
 	if err != nil {
 		return nil, x.said("open files", err)
 	}
@@ -502,16 +520,16 @@ func (x *instance) freeze(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if s, err := l.keeper.Stats(ctx, x.id); err == nil {
+	if s, err := l.keeper.Stats(ctx, x.inside()); err == nil {
 		x.noteStats(s)
 	}
-	if err := l.keeper.Freeze(ctx, x.id); err != nil {
+	if err := l.keeper.Freeze(ctx, x.inside()); err != nil {
 		return x.said("pause", err)
 	}
 	x.setFrozen(true)
 	if err := x.vm.Pause(ctx); err != nil {
 		x.setFrozen(false)
-		return x.said("pause", errors.Join(err, l.keeper.Thaw(context.WithoutCancel(ctx), x.id)))
+		return x.said("pause", errors.Join(err, l.keeper.Thaw(context.WithoutCancel(ctx), x.inside())))
 	}
 	// The guest's own clock stands still: from now on the warden alone holds the deadline.
 	return x.armWarden(ctx, 0)
@@ -557,7 +575,7 @@ func (x *instance) wake(ctx context.Context) error {
 	if err := l.renew(ctx, false); err != nil {
 		return x.said("resume", err)
 	}
-	if err := l.keeper.Thaw(ctx, x.id); err != nil {
+	if err := l.keeper.Thaw(ctx, x.inside()); err != nil {
 		return x.said("resume", err)
 	}
 	return x.arm(ctx, l)
@@ -570,7 +588,7 @@ func (x *instance) armWarden(ctx context.Context, grace time.Duration) error {
 	if !at.IsZero() {
 		at = at.Add(grace)
 	}
-	return x.b.warden.SetDeadline(ctx, monitorID(x.id), at)
+	return x.b.warden.SetDeadline(ctx, x.name(), at)
 }
 
 // arm sets the deadline in the guest, which tells how commands ended, and later in the warden, which holds in any case.
@@ -581,7 +599,7 @@ func (x *instance) arm(ctx context.Context, l *link) error {
 	x.mu.Lock()
 	at := x.deadline
 	x.mu.Unlock()
-	return x.said("set deadline", l.keeper.SetDeadline(ctx, x.id, keeper.DeadlineTotal, at, totalCause))
+	return x.said("set deadline", l.keeper.SetDeadline(ctx, x.inside(), keeper.DeadlineTotal, at, totalCause))
 }
 
 func (x *instance) SetDeadline(ctx context.Context, at time.Time) error {
@@ -626,20 +644,20 @@ func (x *instance) Stats(ctx context.Context) (sandbox.Stats, error) {
 		if err != nil {
 			return s, err
 		}
-		if s, err = l.keeper.Stats(ctx, x.id); err != nil {
+		if s, err = l.keeper.Stats(ctx, x.inside()); err != nil {
 			return s, x.said("stats", err)
 		}
 		s = x.noteStats(s)
 	}
 	var err error
-	s.Disk, err = x.b.disks.usage(string(x.id))
+	s.Disk, err = x.b.disks.usage(x.name())
 	return s, x.said("disk use", err)
 }
 
 // diskFull asks the guest for room when the disk's file on the host says that it may have none: what the guest still holds in memory is not
 // in the file yet.
 func (x *instance) diskFull(ctx context.Context) bool {
-	used, err := x.b.disks.usage(string(x.id))
+	used, err := x.b.disks.usage(x.name())
 	if err != nil || used < x.h.Disk-x.h.Memory/2 {
 		return false
 	}
@@ -660,14 +678,14 @@ func (x *instance) endMachine(ctx context.Context) error {
 	x.mu.Unlock()
 	if l != nil && l.keeper != nil && !frozen && running > 0 {
 		bound, cancel := context.WithTimeout(ctx, 2*time.Second)
-		ends, err := l.keeper.DestroyTelling(bound, x.id)
+		ends, err := l.keeper.DestroyTelling(bound, x.inside())
 		cancel()
 		if err == nil {
 			x.mu.Lock()
 			x.ends = map[string]sandbox.Outcome{}
 			for _, e := range ends {
-				if len(x.ends) < maxRunning {
-					x.ends[e.Command] = checkOutcome(e.Outcome, x.began[e.Command], time.Now())
+				if cmd, ok := x.mineSince(e.Command); ok && len(x.ends) < maxRunning {
+					x.ends[cmd] = checkOutcome(e.Outcome, x.began[cmd], time.Now())
 				}
 			}
 			x.mu.Unlock()
@@ -678,8 +696,8 @@ func (x *instance) endMachine(ctx context.Context) error {
 	var err error
 	if x.vm != nil {
 		err = x.vm.Kill(ctx)
-	} else if err = x.b.warden.Kill(ctx, monitorID(x.id)); err == nil {
-		err = x.b.warden.Forget(ctx, monitorID(x.id))
+	} else if err = x.b.warden.Kill(ctx, x.name()); err == nil {
+		err = x.b.warden.Forget(ctx, x.name())
 	}
 	if errors.Is(err, sandbox.ErrLost) {
 		// Its monitors died with the warden; what is left are cgroups, which the next one removes at its start.

@@ -23,6 +23,7 @@ import (
 type link struct {
 	session *mux.Session
 	keeper  *keeper.Client // nil until openKeeper
+	owner   owner          // whose sandbox the guest has
 }
 
 const (
@@ -173,7 +174,8 @@ func (f far) Take(id uint32) (keeper.Half, error) {
 }
 
 // openKeeper connects to the guest's keeper and has it deliver events.
-func (l *link) openKeeper(ctx context.Context, h keeper.Handler) error {
+func (l *link) openKeeper(ctx context.Context, x *instance) error {
+	l.owner.Store(x)
 	ctx, cancel := context.WithTimeout(ctx, answerBound)
 	defer cancel()
 	st, err := l.open(ctx, &vmwire.Request{Op: vmwire.OpKeeper})
@@ -193,7 +195,7 @@ func (l *link) openKeeper(ctx context.Context, h keeper.Handler) error {
 		near.Close()
 		return err
 	}
-	k, err := keeper.NewClient(ctx, c.(*net.UnixConn), keeper.DialOptions{Host: "host", Handler: h})
+	k, err := keeper.NewClient(ctx, c.(*net.UnixConn), keeper.DialOptions{Host: "host", Handler: &l.owner})
 	if err != nil {
 		return err
 	}

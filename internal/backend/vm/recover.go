@@ -22,7 +22,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 	}
 	x := newInstance(b, id, spec, sink)
 	x.h, x.handle = h, bytes.Clone(text)
-	monitor, err := b.monitor(ctx, id)
+	monitor, err := b.monitor(ctx, x.name())
 	if err != nil {
 		return fail(err)
 	}
@@ -34,13 +34,8 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 		x.undo.run(ctx)
 		return fail(err)
 	}
-	x.undo.push("release uid slot", func(context.Context) error { b.slots.release(h.Slot, id); return nil })
 	b.flat.hold(layer.ID(h.Layer))
-	x.undo.push("release the image", func(context.Context) error { b.flat.release(layer.ID(h.Layer)); return nil })
-	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(string(id)) })
-	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
-	x.undo.push("remove what it saves", func(context.Context) error { return os.RemoveAll(b.store(string(id))) })
-	x.undo.push("remove the folder", func(context.Context) error { return os.RemoveAll(x.dir()) })
+	x.remains()
 	if h.Lent != nil && b.net != nil {
 		if err := b.net.Lending(id, *h.Lent); err != nil {
 			b.log.Error("network open of a recovered sandbox", "sandbox", id, "err", err)
@@ -66,7 +61,7 @@ func (b *Backend) Recover(ctx context.Context, id sandbox.ID, spec *sandbox.Spec
 }
 
 // monitor is what the warden knows of a sandbox's monitor; nil when it knows nothing.
-func (b *Backend) monitor(ctx context.Context, id sandbox.ID) (*warden.Alive, error) {
+func (b *Backend) monitor(ctx context.Context, name string) (*warden.Alive, error) {
 	list, err := b.warden.List(ctx)
 	if errors.Is(err, sandbox.ErrLost) || errors.Is(err, os.ErrNotExist) {
 		return nil, nil
@@ -75,7 +70,7 @@ func (b *Backend) monitor(ctx context.Context, id sandbox.ID) (*warden.Alive, er
 		return nil, err
 	}
 	for _, a := range list {
-		if a.ID == monitorID(id) {
+		if a.ID == name {
 			return &a, nil
 		}
 	}
@@ -85,19 +80,24 @@ func (b *Backend) monitor(ctx context.Context, id sandbox.ID) (*warden.Alive, er
 func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Alive) error {
 	if x.hasSaved() && (monitor == nil || monitor.Ended) {
 		if monitor != nil {
-			if err := b.warden.Forget(ctx, monitorID(x.id)); err != nil {
+			if err := b.warden.Forget(ctx, x.name()); err != nil {
 				return err
 			}
 		}
 		x.frozen, x.saved = true, true
 		return nil
 	}
+	if x.hasSaved() { // of a save that was broken off: its machine lives
+		if err := x.dropSaved(); err != nil {
+			return err
+		}
+	}
 	if monitor == nil || monitor.Ended {
 		return fmt.Errorf("its machine is gone: %w", sandbox.ErrLost)
 	}
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	vm, err := b.driver.Find(ctx, monitorID(x.id), x.dir())
+	vm, err := b.driver.Find(ctx, x.name(), x.dir())
 	if err != nil {
 		return err
 	}

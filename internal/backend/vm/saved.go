@@ -159,7 +159,7 @@ func (x *instance) load(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	disk, err := x.b.disks.open(string(x.id))
+	disk, err := x.b.disks.open(x.name())
 	if err != nil {
 		files.Close()
 		return err
@@ -189,10 +189,15 @@ func (x *instance) load(ctx context.Context) error {
 	if err := vm.Load(ctx, f, false); err != nil {
 		return errors.Join(err, vm.Kill(ctx))
 	}
-	x.vm = vm
-	x.setSaved(false, false)
-	if err := x.dropSaved(); err != nil {
+	// Before it runs: a state that stays would be taken for the sandbox's after the machine's end, over a disk that has changed since.
+	err = x.dropSaved()
+	if err != nil && x.hasSaved() {
+		return errors.Join(err, vm.Kill(ctx))
+	}
+	if err != nil {
 		x.b.log.Error("remove a saved state", "sandbox", x.id, "err", err)
 	}
+	x.vm = vm
+	x.setSaved(false, false)
 	return nil
 }

@@ -68,10 +68,10 @@ func (x *instance) Snapshot(ctx context.Context) (string, error) {
 
 // fetchUpper unpacks what the guest sends while the sandbox stands still.
 func (x *instance) fetchUpper(ctx context.Context, l *link, dir string) (err error) {
-	if err := l.keeper.Freeze(ctx, x.id); err != nil {
+	if err := l.keeper.Freeze(ctx, x.inside()); err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, l.keeper.Thaw(context.WithoutCancel(ctx), x.id)) }()
+	defer func() { err = errors.Join(err, l.keeper.Thaw(context.WithoutCancel(ctx), x.inside())) }()
 	st, err := l.open(ctx, &vmwire.Request{Op: vmwire.OpUpper})
 	if err != nil {
 		return err

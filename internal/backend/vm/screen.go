@@ -1,0 +1,31 @@
+package vm
+
+import (
+	"context"
+	"fmt"
+	"net"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
+)
+
+// hasScreen says whether the backend's machines have a screen, keyboard and pointer.
+func (b *Backend) hasScreen() bool { return b.cfg.Name == "vm" && b.driver.Features().Display }
+
+// VNC implements sandbox.Screened: QEMU's own server, which listens nowhere, on one end of a socket pair.
+func (x *instance) VNC(ctx context.Context) (net.Conn, error) {
+	if !x.b.hasScreen() {
+		return nil, fmt.Errorf("screen of %s: its machine has none: %w", x.id, sandbox.ErrUnsupported)
+	}
+	if _, err := x.use(ctx, "screen"); err != nil {
+		return nil, err
+	}
+	d, ok := x.vm.Display()
+	if !ok {
+		return nil, fmt.Errorf("screen of %s: its machine was made without one: %w", x.id, sandbox.ErrUnsupported)
+	}
+	c, err := d.VNC(ctx)
+	if err != nil {
+		return nil, x.said("screen", err)
+	}
+	return c, nil
+}
