@@ -169,3 +169,41 @@ func TestWhatIsSent(t *testing.T) {
 		t.Error(d)
 	}
 }
+
+// A server that hangs up, wherever, is the guest's fault and none of ours; and a size alone, which acts look at too, takes no memory.
+func TestServersThatHangUp(t *testing.T) {
+	whole := append(greeting(2, 2), update(1, rect(0, 0, 2, 2, encRaw, make([]byte, 16)))...)
+	for n := range whole {
+		for name, do := range map[string]func(*Screen) error{
+			"picture": func(s *Screen) error { return s.Screenshot(within(t), io.Discard) },
+			"act":     func(s *Screen) error { return errors.Join(s.Keys(within(t), "a"), s.Sync(within(t))) },
+		} {
+			near, far := net.Pipe()
+			go io.Copy(io.Discard, far)
+			go func() {
+				far.Write(whole[:n])
+				far.Close()
+			}()
+			s, err := Open(within(t), near)
+			if err == nil {
+				err = do(s)
+			}
+			if !errors.Is(err, sandbox.ErrState) {
+				t.Errorf("%s after %d octets: err = %v, want one of ErrState", name, n, err)
+			}
+			near.Close()
+		}
+	}
+	const side = 64
+	c, _ := serve(t, append(greeting(side, side), update(1, rect(0, 0, side, side, encRaw, make([]byte, 4*side*side)))...))
+	s, err := Open(within(t), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Sync(within(t)); err != nil || s.img != nil {
+		t.Errorf("a picture that nobody wants: %v, kept: %v", err, s.img != nil)
+	}
+	if w, h := s.Size(); w != side || h != side {
+		t.Errorf("%d by %d", w, h)
+	}
+}
