@@ -112,13 +112,24 @@ func (x *execCmd) Run(ctx context.Context, c *cli) error {
 	cmd := client.Cmd{Argv: afterDashes(x.Argv), Env: x.Var, User: x.User, Cwd: x.Cwd}
 	if x.Detach {
 		x.fill(&cmd)
-		p, err := sb.Start(ctx, cmd)
+		p, err := x.join(ctx, sb, &cmd)
 		if err != nil {
 			return err
 		}
 		return c.emit(&dsecv1.Command{Id: p.ID, State: "running"}, func() { fmt.Println(p.ID) })
 	}
 	return x.exec(ctx, c, sb, cmd)
+}
+
+// join starts a command, or joins the one of its step. Whether that one has a standard input hangs on what dsec was called from, not on the
+// command: where they differ in that alone, it is joined all the same, unless --stdin says that there is something to pass on.
+func (f *processFlags) join(ctx context.Context, sb *client.Sandbox, cmd *client.Cmd) (*client.Process, error) {
+	p, err := sb.Start(ctx, *cmd)
+	if f.Step == "" || f.Stdin || !errors.Is(err, client.ErrExists) || !strings.Contains(err.Error(), ": stdin_open: ") {
+		return p, err
+	}
+	cmd.StdinOpen = !cmd.StdinOpen
+	return sb.Start(ctx, *cmd)
 }
 
 func (f *processFlags) fill(cmd *client.Cmd) {
@@ -135,7 +146,7 @@ func (f *processFlags) exec(ctx context.Context, c *cli, sb *client.Sandbox, cmd
 		return terminal(ctx, sb, cmd)
 	}
 	cmd.StdinOpen = f.Stdin || !isTerminal(os.Stdin)
-	p, err := sb.Start(ctx, cmd)
+	p, err := f.join(ctx, sb, &cmd)
 	if err != nil {
 		return err
 	}
