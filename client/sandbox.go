@@ -46,7 +46,7 @@ type Options struct {
 	// AllowDegraded takes a microvm or vm on a host without hardware acceleration, where code runs translated.
 	AllowDegraded bool
 	NoNewPrivs    bool
-	Durability    string            // process | host
+	Durability    string            // process (default) | host | store
 	Volumes       map[string]string // path -> layer (id, name or name@version) that is seen there, read-only
 	Deadline      time.Duration
 	Trace         string   // off (default) | light | full: what is recorded of what steps do, beside their outcomes

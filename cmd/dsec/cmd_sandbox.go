@@ -39,6 +39,7 @@ type sandboxFlags struct {
 	Var        map[string]string `short:"E" help:"Environment variable k=v; repeat." mapsep:"none"`
 	Volume     []string          `short:"v" help:"Layer seen read-only at a path; repeat." placeholder:"LAYER:/PATH" sep:"none"`
 	NoNewPrivs bool              `help:"Setuid programs gain nothing."`
+	Durability string            `help:"What of its log an answer waits for: process (default; no crash of dsec loses it), host (nor one of the machine) or store (nor the loss of the machine)." enum:"process,host,store," default:"" placeholder:"LEVEL"`
 	Trace      string            `help:"What to record of what steps do: off (default), light (files, processes, I/O) or full (also files read, connections)." enum:"off,light,full," default:"" placeholder:"LEVEL"`
 	Volatile   []string          `help:"Path of a cache or the like, which traces do not look into and replay does not compare; repeat." placeholder:"PATH" sep:"none"`
 	BestEffort bool              `help:"Yield the CPU to other sandboxes."`
@@ -70,7 +71,7 @@ func (f *sandboxFlags) options() (client.Options, error) {
 	}
 	return client.Options{Environment: f.Env, Volumes: volumes, Layers: f.Layer, Image: f.Image, Pull: f.Pull, ImageEntry: f.ImageEntry, Name: f.Name, Job: f.Job, Key: f.KeyID, Labels: f.Label, Memory: int64(f.Memory),
 		Disk: int64(f.Disk), Pids: f.Pids, CPU: f.CPU, Idle: f.Idle, Total: f.Total, OnIdle: f.OnIdle, Network: f.Net, User: f.User, Cwd: f.Cwd,
-		Env: f.Var, NoNewPrivs: f.NoNewPrivs, Trace: f.Trace, Volatile: f.Volatile, BestEffort: f.BestEffort, Backend: f.Backend, Runtime: f.Runtime, AllowDegraded: f.Degraded}, nil
+		Env: f.Var, NoNewPrivs: f.NoNewPrivs, Durability: f.Durability, Trace: f.Trace, Volatile: f.Volatile, BestEffort: f.BestEffort, Backend: f.Backend, Runtime: f.Runtime, AllowDegraded: f.Degraded}, nil
 }
 
 // fetch imports the image before the create, whose deadline is made for starting sandboxes, and shows how far it is.
