@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/facts"
@@ -25,8 +26,9 @@ type Catalogue struct {
 	read  recent
 
 	// mu keeps the import of a layer apart from the removal of its last use in this process. Of several processes with one
-	// store, only one may remove.
-	mu sync.Mutex
+	// store, only one may remove; see sole.go for those with facts of their own.
+	mu     sync.Mutex
+	marked atomic.Bool
 }
 
 // New returns a catalogue on the facts and the store. A host has no facts (nil): its catalogue builds snapshots and finds images, and
@@ -51,6 +53,9 @@ func (c *Catalogue) Hold(ctx context.Context, project string, id ID) error {
 func (c *Catalogue) hold(ctx context.Context, project string, id ID) error {
 	if c.facts == nil {
 		return nil
+	}
+	if err := c.mark(ctx); err != nil {
+		return fmt.Errorf("keep layer %s: %w", id, err)
 	}
 	if _, err := c.facts.Put(ctx, heldKey(project, id), nil, facts.Any); err != nil {
 		return fmt.Errorf("keep layer %s: %w", id, err)

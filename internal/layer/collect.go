@@ -27,6 +27,11 @@ func (c *Catalogue) holders(ctx context.Context, tidy bool) (map[ID]bool, error)
 
 // collect removes the layer's data when nothing holds it any more. The caller has mu.
 func (c *Catalogue) collect(ctx context.Context, id ID) error {
+	if err := c.sole(ctx); errors.Is(err, sandbox.ErrState) {
+		return nil // sweeps tell
+	} else if err != nil {
+		return err
+	}
 	held, err := c.holders(ctx, true)
 	if err != nil || held[id] {
 		return err
@@ -98,6 +103,14 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if !dry {
+		if err := c.mark(ctx); err != nil {
+			return g, fmt.Errorf("sweep layers: %w", err)
+		}
+	}
+	if err := c.sole(ctx); err != nil {
+		return g, fmt.Errorf("sweep layers: %w", err)
+	}
 	keep, err := c.holders(ctx, !dry)
 	if err != nil {
 		return g, fmt.Errorf("sweep layers: %w", err)

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
@@ -182,4 +183,46 @@ func TestSweepsDuringPushes(t *testing.T) {
 	pushes.Wait()
 	close(stop)
 	sweeps.Wait()
+}
+
+// Two services with facts of their own on one store: neither removes what the other holds, and both say so until one is gone.
+func TestTwoCataloguesOnOneStore(t *testing.T) {
+	ctx := context.Background()
+	a, adir := newCatalogue(t)
+	shared, err := store.NewDir(filepath.Join(adir, "store"))
+	must(t, err)
+	f, err := facts.OpenBolt(filepath.Join(t.TempDir(), "facts.db"))
+	must(t, err)
+	defer f.Close()
+	mine := publish(t, a, "default", "x", "of both")
+	sweep(t, a) // alone
+	b := layer.New(f, shared)
+	same, only := publish(t, b, "default", "x", "of both"), publish(t, b, "default", "y", "of b")
+	if mine.ID != same.ID {
+		t.Fatal("not the same layer")
+	}
+	must(t, a.Remove(ctx, "default", "x"))
+	for _, c := range []*layer.Catalogue{a, b} {
+		if _, err := c.Sweep(ctx, -time.Hour); !errors.Is(err, sandbox.ErrState) || !strings.Contains(err.Error(), "catalogues/") {
+			t.Errorf("sweep: %v", err)
+		}
+	}
+	must(t, b.Verify(ctx, same.ID))
+	must(t, b.Verify(ctx, only.ID))
+	// The other one is gone for good: its mark is deleted by hand, and what it had goes with the next sweep.
+	var marks []string
+	must(t, shared.List(ctx, "catalogues/", func(i store.Info) bool { marks = append(marks, i.Key); return true }))
+	if len(marks) != 2 {
+		t.Fatalf("marks %q", marks)
+	}
+	_, err = a.Sweep(ctx, time.Hour)
+	for _, m := range marks {
+		if strings.Contains(err.Error(), m) {
+			must(t, shared.Delete(ctx, m))
+		}
+	}
+	sweep(t, a)
+	if err := a.Verify(ctx, only.ID); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("a layer that nobody holds any more: %v", err)
+	}
 }
