@@ -109,8 +109,10 @@ boot() { # kernel
     </dev/null >"$work/console-$k" 2>&1 &
   qemu=$!
   [ -z "${silence:-}" ] || watch "$work/console-$k" "$qemu" "$silence" &
-  tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|.*seen: |# |bench|[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' || true
-  wait "$qemu" || status=$?
+  tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|.*seen: |# |bench|[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' &
+  local show=$!
+  wait "$qemu" || status=$? # a signal is heeded in a wait, so the machine never outlives this
+  wait "$show" || true
   qemu=""
   local logs=${out:-$cache/out/$k}
   rm -rf "$logs"; mkdir -p "$logs"
