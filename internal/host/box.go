@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -290,7 +291,7 @@ func (b *box) proto() *dsecv1.Sandbox {
 		Id: string(b.id), Name: s.Name, Project: s.Project, Job: s.Job, Key: s.Key, Labels: s.Labels, Backend: s.Backend,
 		Environment: s.EnvName, Layers: s.Layers, Volumes: rpc.VolumesProto(s.Volumes), Resources: rpc.ResourcesProto(s.Resources), Network: string(s.Network),
 		User: s.User, Hostname: s.Hostname, Host: string(b.h.cfg.ID), Durability: string(s.Durability), NoNewPrivs: s.NoNewPrivs,
-		Epoch: int64(b.epoch.Load()),
+		Epoch: int64(b.epoch.Load()), Trace: cmp.Or(string(s.Trace), string(sandbox.TraceOff)),
 	}
 	if n := b.successor(); n != nil {
 		p.Next, p.Epoch = string(n.id), int64(b.epoch.Load())

@@ -88,6 +88,9 @@ func (r *rig) told(b *box) (all []*dsecv1.StepTrace) {
 func TestTraceIsRecordedAfterItsStep(t *testing.T) {
 	r, l := tracedRig(t, func() time.Duration { return 0 })
 	b, off := r.create("k", light), r.create("off")
+	if got := []string{b.proto().Trace, off.proto().Trace}; !cmp.Equal(got, []string{"light", "off"}) {
+		t.Errorf("their levels are told as %q", got)
+	}
 	for _, id := range []string{"a", "b"} {
 		b.mustStart(t, id, "true")
 		b.mustWait(t, id)
