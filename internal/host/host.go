@@ -47,6 +47,7 @@ type Host struct {
 	// unshipped says that the store may lack what the last host recorded with durability store.
 	unshipped atomic.Bool
 
+	fenced atomic.Bool    // another has taken this host for lost, and answers for its keys
 	calls  *fncall.Engine // nil: none are run
 	loaded histories      // steps of ended sandboxes that were read back
 	gone   lostLogs       // of hosts whose sandboxes were restored here

@@ -91,6 +91,8 @@ func TestRecallForACreate(t *testing.T) {
 		if err := old.waitEnd(ctx); err != nil {
 			t.Fatal(err)
 		}
+		_, err = hostService{a.h}.FindKey(rpc.WithProject(ctx, "default"), connect.NewRequest(&dsecv1.FindKeyRequest{Job: "j", Key: "k"}))
+		wantErr(t, err, sandbox.ErrNotFound, "taken for lost") // else its old sandbox would be taken for that of the key
 		if n := len(a.world.Alive()); n != 0 {
 			t.Fatalf("%d sandboxes of a host that was given up live", n)
 		}

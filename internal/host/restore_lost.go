@@ -419,6 +419,7 @@ func (h *Host) lookForFence() {
 		if !fenced {
 			return
 		}
+		h.fenced.Store(true)
 		all := h.find(func(*box) bool { return true })
 		h.log.Error("another has taken this host for lost: its sandboxes are ended", "sandboxes", len(all))
 		h.Drain(true)

@@ -55,6 +55,9 @@ func (s hostService) FindKey(ctx context.Context, req *connect.Request[dsecv1.Fi
 	if err := h.wait(ctx); err != nil {
 		return nil, err
 	}
+	if h.fenced.Load() {
+		return nil, fmt.Errorf("host %s was taken for lost, another answers for its keys: %w", h.cfg.ID, sandbox.ErrNotFound)
+	}
 	p := project(ctx)
 	h.mu.Lock()
 	var b *box
