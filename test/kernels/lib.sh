@@ -83,10 +83,11 @@ initramfs() { # kernel
 # watch ends a machine that hangs: its console has been silent for seconds of processor time, or ten times as long by the clock. With
 # dsec.heartbeat process 1 says every 10 s that it lives. By the clock alone a busy host would look like a machine that hangs.
 watch() { # console, pid, seconds
-  local at=0 cpu=0 now ticks
+  local at=0 cpu=0 now ticks machine
   ticks=$(getconf CLK_TCK)
   while sleep 2; do
-    now=$(awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/$2/stat" 2>/dev/null) || return 0
+    machine=$(pgrep -P "$2" | head -n 1) || true # what is awaited is timeout, whose child it is
+    now=$(awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/${machine:-$2}/stat" 2>/dev/null) || return 0
     [ -n "$now" ] || return 0
     if [ "$(stat -c %Y "$1")" != "$at" ]; then at=$(stat -c %Y "$1") cpu=$now; fi
     if [ $(((now - cpu) / ticks)) -gt "$3" ] || [ $(($(date +%s) - at)) -gt $((10 * $3)) ]; then
