@@ -136,8 +136,11 @@ func (j *judge) call(ctx context.Context, p *program, extra []byte) (*client.Cal
 // verdict is the platform's, with WA for another output; RE, SIG and limits carry their number or name.
 func verdict(r *client.CallAnswer, want []byte) string {
 	res := r.Result
+	if res == nil && r.Compile == nil {
+		return r.Verdict
+	}
 	if res == nil {
-		return r.Verdict + " " + output(r.Compile)
+		return strings.Join(strings.Fields(r.Verdict+" "+r.Compile.Limit+" "+r.Compile.Error+" "+output(r.Compile)), " ")
 	}
 	switch res.Verdict {
 	case "OK":

@@ -11,7 +11,8 @@ run=$(mktemp -d /run/dsec-judge.XXXXXX)
 up=
 cleanup() {
   [ -n "$up" ] && kill -TERM "$up" 2>/dev/null && wait "$up" 2>/dev/null || true
-  rm -rf "$run" "$dir"
+  umount -l "$dir/state/pool" 2>/dev/null || true # of a service that was killed
+  rm -rf --one-file-system "$run" "$dir"
 }
 trap cleanup EXIT
 cp examples/judge/languages.toml "$dir/"

@@ -38,7 +38,10 @@ type compilation struct {
 	result *dsecv1.CallResult
 }
 
-const keptCompilations = 8192
+const (
+	keptCompilations = 8192
+	maxArtifact      = 256 << 20 // octets; a program may hold a large table
+)
 
 func newCompiled() compiled {
 	return compiled{mu: &sync.Mutex{}, by: map[[32]byte]*list.Element{}, used: list.New(), going: map[[32]byte]chan struct{}{}}
@@ -141,7 +144,7 @@ func (p *program) key(j *job) (key [32]byte, err error) {
 func (e *Engine) compileNow(ctx context.Context, j *job, p *program) ([]artifact, *dsecv1.CallResult, error) {
 	in := &input{}
 	for _, a := range p.lang.Artifacts {
-		in.copies = append(in.copies, Copy{Path: a, Max: maxKept})
+		in.copies = append(in.copies, Copy{Path: a, Max: maxArtifact})
 		in.outputs = append(in.outputs, &dsecv1.CallOutput{Path: a})
 	}
 	q := *p
@@ -191,7 +194,7 @@ func (e *Engine) compileNow(ctx context.Context, j *job, p *program) ([]artifact
 		if f.From != nil {
 			from = f.From
 		}
-		content, _, err := e.cache.Put("", from, maxKept)
+		content, _, err := e.cache.Put("", from, maxArtifact)
 		if err != nil {
 			return nil, nil, fmt.Errorf("keep what the compiler made: %w", err)
 		}

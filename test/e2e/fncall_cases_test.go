@@ -56,6 +56,7 @@ var callCases = []callCase{
 	{name: "go compile error", lang: "go", code: "package main\nfunc main(){var unused int}", verdict: "CE", err: "declared and not used"},
 	{name: "compiler out of time", lang: "cpp", code: "template<int N,int M>struct F{static const long v=(F<N-1,M>::v+F<N-1,M+1>::v)%1000003;};template<int M>struct F<0,M>{static const long v=M;};int main(){return F<800,0>::v;}", compile: &dsecv1.CallLimits{WallMs: 1500 * ms}, verdict: "CE", limit: "wall"},
 	{name: "compiler out of memory", lang: "c", code: "char big[1<<30]={1};int main(void){return big[5];}", compile: &dsecv1.CallLimits{Memory: 64 * mib}, verdict: "CE"},
+	{name: "a large program", lang: "c", code: "static char a[48<<20]={1};int main(void){return a[0]-1;}", verdict: "OK"},
 	{name: "a file that the compiler must not see", lang: "c", code: "#include \"/etc/shadow\"\nint main(void){return 0;}", verdict: "CE"},
 
 	// Time (B28).
