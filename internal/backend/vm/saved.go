@@ -68,14 +68,14 @@ func (x *instance) hasSaved() bool {
 	return err == nil
 }
 
+// dropSaved removes the state. While the first file stays the second does: it still can be woken.
 func (x *instance) dropSaved() error {
-	var errs []error
 	for _, f := range []string{x.savedFile() + ".json", x.savedFile()} {
 		if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
-			errs = append(errs, fmt.Errorf("saved state: %w", err))
+			return fmt.Errorf("saved state: %w", err)
 		}
 	}
-	return errors.Join(errs...)
+	return nil
 }
 
 func (x *instance) isSaved() bool {

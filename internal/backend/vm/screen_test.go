@@ -1,0 +1,78 @@
+package vm_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"image/png"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/dsec-dev/dsec/internal/backend/vm"
+	"github.com/dsec-dev/dsec/internal/backend/vm/vmtest"
+	"github.com/dsec-dev/dsec/internal/display"
+	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
+)
+
+// The screen of a vm, and of a clone of it, can be had as a picture with what the machine wrote; keys are taken, and a text that is broken off
+// says how far it came. The sandbox has the console's device.
+func TestScreenOfVM(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
+	b := sandboxtest.NewBox(t, e.Suite())
+	if o, _ := b.As(t, "root", "test -c /dev/tty1 && echo there >/dev/tty1"); o.Code != 0 {
+		t.Error("the sandbox has no console")
+	}
+	c, err := b.Instance().(sandbox.Screened).VNC(within(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	scr, err := display.Open(within(t), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer scr.Close()
+	var out bytes.Buffer
+	if err := scr.Screenshot(within(t), &out); err != nil {
+		t.Fatal(err)
+	}
+	img, err := png.Decode(&out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lit := 0
+	for y := range img.Bounds().Dy() {
+		for x := range img.Bounds().Dx() {
+			if r, g, b, _ := img.At(x, y).RGBA(); r+g+b > 0 {
+				lit++
+			}
+		}
+	}
+	if lit < 100 {
+		t.Errorf("%d pixels of %v are lit: its firmware's text is not there", lit, img.Bounds())
+	}
+	if err := scr.Keys(within(t), "ctrl", "a"); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if err = scr.Type(ctx, strings.Repeat("a", 2000)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), " of 2000 octets") {
+		t.Errorf("text that was broken off: %v", err)
+	}
+}
+
+// A microvm has no screen of its own, and says so.
+func TestNoScreenOfMicroVM(t *testing.T) {
+	e := vmtest.New(t)
+	x, err := e.Backend.Create(within(t), sandbox.NewID("htests"), small(e), &nobody{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := x.(sandbox.Screened).VNC(within(t)); !errors.Is(err, sandbox.ErrUnsupported) {
+		t.Errorf("%v, want ErrUnsupported", err)
+	}
+	if err := x.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+}
