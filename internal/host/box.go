@@ -48,6 +48,7 @@ type box struct {
 	prev    *box                // whose trajectory it goes on with; never changed
 	next    atomic.Pointer[box] // that goes on with its trajectory, or tries to
 	whole   atomic.Bool         // of one that goes on with a trajectory: its restore is complete
+	forks   sync.Mutex          // one fork at a time; taken before mu
 
 	mu      sync.Mutex
 	changed bell // state, and what waits for the number of acts

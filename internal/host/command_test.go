@@ -318,13 +318,13 @@ func TestSnapshotOnce(t *testing.T) {
 		return nil
 	}}, nil)
 	b := r.create("k")
-	one, err := b.snapshot(context.Background(), "s")
+	one, _, err := b.snapshot(context.Background(), "s")
 	if err != nil {
 		t.Fatal(err)
 	}
 	b.mustStart(t, "c", "true")
 	r.restart()
-	two, err := r.box(b.id).snapshot(context.Background(), "s")
+	two, _, err := r.box(b.id).snapshot(context.Background(), "s")
 	if err != nil || one != two || n != 1 {
 		t.Fatalf("%s %s, taken %d times, %v", one, two, n, err)
 	}

@@ -26,7 +26,8 @@ const (
 
 // Fork makes sandboxes that begin with the files of a living one: a snapshot, once under its key, and a create for each on top of it. The
 // call can be repeated: both are known by their keys. Where the backend forks memory they go on with its processes, too; the snapshot is then
-// what a restore begins with. A request with an environment of its own begins with files alone: no process would have it.
+// what a restore begins with. A request with an environment of its own begins with files alone: no process would have it. So does what a
+// repeated call makes, because an earlier one broke off or asked for fewer: the sandbox has moved on since its snapshot.
 func (s sandboxService) Fork(ctx context.Context, req *connect.Request[dsecv1.ForkRequest]) (*connect.Response[dsecv1.ForkResponse], error) {
 	q, h := req.Msg, s.h
 	n := max(int(q.GetCount()), 1)
@@ -48,12 +49,14 @@ func (s sandboxService) Fork(ctx context.Context, req *connect.Request[dsecv1.Fo
 	if err != nil {
 		return nil, fmt.Errorf("fork of %s: %w", b.id, err)
 	}
-	layer, err := b.snapshot(ctx, key)
+	b.forks.Lock() // the same call at once: its creates must not come before the first one's point
+	defer b.forks.Unlock()
+	layer, existed, err := b.snapshot(ctx, key)
 	if err != nil {
 		return nil, fmt.Errorf("fork: %w", err)
 	}
 	spec.Layers = append(spec.Layers, layer)
-	if len(q.GetEnv()) == 0 {
+	if len(q.GetEnv()) == 0 && !existed { // the memory of now is not that of the snapshot's time
 		release, err := b.point(ctx, spec, key, n)
 		if err != nil {
 			return nil, fmt.Errorf("fork: %w", err)

@@ -56,7 +56,7 @@ func (f *forked) Point(_ context.Context, keys []sandbox.ForkKey) (func(), error
 	}, nil
 }
 
-// Where the backend forks memory, each fork's create goes on from one point, which is given back; a call that is repeated takes none, and one
+// Where the backend forks memory, each fork's create goes on from one point, which is given back; a call that is repeated takes none, also for more, and one
 // that brings variables begins with files.
 func TestForkOfMemoryHasOnePoint(t *testing.T) {
 	be := &remembering{}
@@ -70,6 +70,10 @@ func TestForkOfMemoryHasOnePoint(t *testing.T) {
 		if err != nil || len(out.Sandboxes) != 3 {
 			t.Fatal(out, err)
 		}
+	}
+	// What an earlier call has not made begins with the snapshot's files: the memory has moved on.
+	if out, err := r.fork(&dsecv1.ForkRequest{Id: string(b.id), Count: 4, Key: "f"}); err != nil || len(out.Sandboxes) != 4 {
+		t.Fatal(out, err)
 	}
 	if _, err := r.fork(&dsecv1.ForkRequest{Id: string(b.id), Count: 2, Key: "g", Env: []*dsecv1.EnvVar{{Name: "A", Value: "b"}}}); err != nil {
 		t.Fatal(err)

@@ -426,13 +426,13 @@ func TestRestoreFromASnapshot(t *testing.T) {
 		ctx := context.Background()
 		old := r.create("k")
 		old.mustRun(t, "a", "echo", "a")
-		layer, err := old.snapshot(ctx, "snap")
+		layer, _, err := old.snapshot(ctx, "snap")
 		if err != nil {
 			t.Fatal(err)
 		}
 		old.mustRun(t, "b", "echo", "b")
 		old.mustOpen(t, "s")
-		if _, err := old.snapshot(ctx, "later"); err != nil { // with a shell open: what it holds would be missing
+		if _, _, err := old.snapshot(ctx, "later"); err != nil { // with a shell open: what it holds would be missing
 			t.Fatal(err)
 		}
 		old.mustSay(t, "s", "c", "echo c")
@@ -450,14 +450,14 @@ func TestRestoreFromASnapshot(t *testing.T) {
 		if got := b.output(t, "a"); got != "a\n" {
 			t.Errorf("%q", got)
 		}
-		if again, err := b.snapshot(ctx, "snap"); err != nil || again != layer {
+		if again, _, err := b.snapshot(ctx, "snap"); err != nil || again != layer {
 			t.Errorf("%s, %v", again, err)
 		}
 		if _, err := b.closeSession(ctx, "s"); err != nil {
 			t.Fatal(err)
 		}
 		b.mustRun(t, "d", "echo", "d")
-		second, err := b.snapshot(ctx, "snap2")
+		second, _, err := b.snapshot(ctx, "snap2")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -159,7 +159,7 @@ func (s sandboxService) Snapshot(ctx context.Context, req *connect.Request[dsecv
 	if err != nil {
 		return nil, err
 	}
-	layer, err := b.snapshot(ctx, req.Msg.GetStep())
+	layer, _, err := b.snapshot(ctx, req.Msg.GetStep())
 	if err != nil {
 		return nil, err
 	}

@@ -212,21 +212,21 @@ func (b *box) listSessions(ctx context.Context) ([]*dsecv1.Session, error) {
 }
 
 // snapshot captures the sandbox's own changes as a layer, once under its key.
-func (b *box) snapshot(ctx context.Context, key string) (string, error) {
+func (b *box) snapshot(ctx context.Context, key string) (layer string, existed bool, err error) {
 	if !b.h.deps.Backends[b.spec.Backend].Capabilities().Snapshot {
-		return "", fmt.Errorf("snapshot of %s: backend %s has none: %w", b.id, b.spec.Backend, sandbox.ErrUnsupported)
+		return "", false, fmt.Errorf("snapshot of %s: backend %s has none: %w", b.id, b.spec.Backend, sandbox.ErrUnsupported)
 	}
 	if key == "" {
 		key = sandbox.NewKey()
 	}
-	r, _, err := b.once(ctx, key, tagSnapshot, &dsecv1.SnapshotRequest{Step: key}, snapshotWait, nil, func(ctx context.Context, inst sandbox.Instance) (*dsecv1.LogRecord, error) {
+	r, existed, err := b.once(ctx, key, tagSnapshot, &dsecv1.SnapshotRequest{Step: key}, snapshotWait, nil, func(ctx context.Context, inst sandbox.Instance) (*dsecv1.LogRecord, error) {
 		layer, err := inst.Snapshot(ctx)
 		return &dsecv1.LogRecord{Step: layer}, err
 	})
 	if err != nil {
-		return "", fmt.Errorf("snapshot of %s: %w", b.id, err)
+		return "", false, fmt.Errorf("snapshot of %s: %w", b.id, err)
 	}
-	return r.GetStep(), nil
+	return r.GetStep(), existed, nil
 }
 
 const snapshotWait = 10 * time.Minute

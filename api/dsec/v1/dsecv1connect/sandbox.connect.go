@@ -79,7 +79,8 @@ type SandboxServiceClient interface {
 	// Snapshot makes the sandbox's own changes a new layer and, when a name is given, publishes it under that name.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
 	// Fork makes count new sandboxes that begin with the files of a living one, on its host: a snapshot of its own changes, and one create
-	// for each under the keys K/1..K/N. Processes and sessions are not copied. The same key again answers the same sandboxes.
+	// for each under the keys K/1..K/N. Where Capabilities.fork is memory they go on with its processes, too; sessions are not copied. The
+	// same key again answers the same sandboxes; what it then still makes begins with the files of the first call's snapshot alone.
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
@@ -264,7 +265,8 @@ type SandboxServiceHandler interface {
 	// Snapshot makes the sandbox's own changes a new layer and, when a name is given, publishes it under that name.
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.Response[v1.SnapshotResponse], error)
 	// Fork makes count new sandboxes that begin with the files of a living one, on its host: a snapshot of its own changes, and one create
-	// for each under the keys K/1..K/N. Processes and sessions are not copied. The same key again answers the same sandboxes.
+	// for each under the keys K/1..K/N. Where Capabilities.fork is memory they go on with its processes, too; sessions are not copied. The
+	// same key again answers the same sandboxes; what it then still makes begins with the files of the first call's snapshot alone.
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
