@@ -34,10 +34,15 @@ func main() {
 	withPlain := flag.Bool("plain", true, "measure plain QEMU beside")
 	many := flag.Int("crowd", 0, "clones of one template that live at once, each paused once it has answered; measures this alone")
 	wakes := flag.Int("wakes", 40, "clones of -crowd that are woken again")
+	flag.IntVar(&ready, "ready", 1, "machines that wait for the next create; 0: none, and vm.clone is of clones that are made on demand")
+	debian := flag.String("debian", "", "folder with Debian's kernel: measures with it, too, as PREFIX.debian")
 	flag.Float64Var(&cpus, "cpu", 0, "CPUs of each sandbox, 0 for no cap")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
+	if strings.Contains(settings, "firecracker") {
+		ready = 0 // its clones are measured as they are made
+	}
 	if *many > 0 {
 		if err := crowd(ctx, *prefix, *many, *wakes); err != nil {
 			fmt.Fprintln(os.Stderr, "bench vm:", err)
@@ -45,7 +50,13 @@ func main() {
 		}
 		return
 	}
-	if err := run(ctx, *prefix, *cold, *clones, *execs, *withPlain); err != nil {
+	err := run(ctx, *prefix, *cold, *clones, *execs, *withPlain)
+	if err == nil && *debian != "" {
+		if err = os.Setenv("DSEC_GUEST_KERNEL", *debian); err == nil {
+			err = run(ctx, *prefix+".debian", *cold, *clones, *execs, *withPlain)
+		}
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench vm:", err)
 		os.Exit(1)
 	}
@@ -55,6 +66,7 @@ const memory = 128 << 20
 
 var (
 	settings string
+	ready    int
 	cpus     float64
 )
 
@@ -209,7 +221,12 @@ func plain(ctx context.Context, image, initrd string) (time.Duration, error) {
 
 // cloneAll makes clones that stay, and measures what they cost.
 func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs int) (err error) {
-	s, end, err := server(ctx, "")
+	if ready > 0 {
+		if err := made(ctx, prefix, cold, min(n, 10)); err != nil {
+			return err
+		}
+	}
+	s, end, err := server(ctx, fmt.Sprintf("ready = %d", ready))
 	if err != nil {
 		return err
 	}
@@ -229,7 +246,13 @@ func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs
 			err = errors.Join(err, b.Stop(ctx))
 		}
 	}()
+	filled := &measure.Sample{}
 	for range n {
+		took, err := fill(ctx, s, len(boxes))
+		if err != nil {
+			return err
+		}
+		filled.Add(took)
 		b, took, err := first(ctx, s)
 		if err != nil {
 			return err
@@ -237,25 +260,86 @@ func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs
 		boxes = append(boxes, b)
 		clones.Add(took)
 	}
+	if ready > 0 {
+		// What each of these had cost before: a machine that waits is made when another one was taken.
+		measure.Print(prefix+".clone_ahead", filled.Percentile(50).Seconds(), "s")
+		if _, err := fill(ctx, s, len(boxes)); err != nil {
+			return err
+		}
+	}
 	measure.Print(prefix+".clone", clones.Percentile(50).Seconds(), "s")
 	measure.Print(prefix+".clone_p90", clones.Percentile(90).Seconds(), "s")
 	measure.Print(prefix+".clone_over_cold", clones.Percentile(50).Seconds()/cold.Percentile(50).Seconds(), "x")
 	pids := monitors(s.Dir)
-	if len(pids) != n {
-		return fmt.Errorf("%d monitors run, want %d", len(pids), n)
+	if len(pids) != n+ready {
+		return fmt.Errorf("%d monitors run, want %d", len(pids), n+ready)
 	}
 	pss := 0.0
 	for _, pid := range pids {
 		pss += float64(memoryOf(pid)) / (1 << 20)
 	}
-	measure.Print(prefix+".clone_mem", pss/float64(n), "MiB")
+	measure.Print(prefix+".clone_mem", pss/float64(len(pids)), "MiB")
 	before, at := cpuOf(pids), time.Now()
 	time.Sleep(10 * time.Second)
-	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(n), "%")
+	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(n), "%") // those that wait are paused
 	if err := wake(ctx, s, prefix, boxes); err != nil {
 		return err
 	}
 	return session(ctx, prefix, boxes[0], execs)
+}
+
+// made measures clones that are made when they are asked for.
+func made(ctx context.Context, prefix string, cold *measure.Sample, n int) (err error) {
+	s, end, err := server(ctx, "")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, end()) }()
+	out := &measure.Sample{}
+	for i := range n + 1 {
+		b, took, err := first(ctx, s)
+		if err != nil {
+			return err
+		}
+		if i > 0 {
+			out.Add(took)
+		}
+		if err := b.Stop(ctx); err != nil {
+			return err
+		}
+	}
+	measure.Print(prefix+".clone_made", out.Percentile(50).Seconds(), "s")
+	measure.Print(prefix+".clone_made_over_cold", out.Percentile(50).Seconds()/cold.Percentile(50).Seconds(), "x")
+	return nil
+}
+
+// fill waits until the machines that wait are there and stand still, and returns how long that took.
+func fill(ctx context.Context, s *measure.Server, living int) (time.Duration, error) {
+	if ready == 0 {
+		return 0, nil
+	}
+	began := time.Now()
+	for {
+		pids := monitors(s.Dir)
+		before := cpuOf(pids)
+		at := time.Since(began)
+		young := false // it is being made: its birth takes more
+		for _, pid := range pids {
+			young = young || cpuOf([]int{pid}) < 300*time.Millisecond && at < 10*time.Second
+		}
+		select {
+		case <-time.After(400 * time.Millisecond):
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+		// All others are idle and take less than a tick now and then.
+		if len(pids) == living+ready && !young && cpuOf(pids)-before <= 10*time.Millisecond {
+			return at, nil
+		}
+		if time.Since(began) > 2*time.Minute {
+			return 0, fmt.Errorf("%d monitors run and %d sandboxes live: no machine waits", len(pids), living)
+		}
+	}
 }
 
 func wake(ctx context.Context, s *measure.Server, prefix string, boxes []*client.Sandbox) error {
