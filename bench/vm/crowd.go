@@ -142,7 +142,9 @@ func left(ctx context.Context, s *measure.Server) error {
 }
 
 func remains(dir string) (out []string) {
-	keep := func(name string) bool { return strings.HasPrefix(name, "template-") || strings.HasPrefix(name, "ready-") }
+	keep := func(name string) bool {
+		return strings.HasPrefix(name, "template-") || strings.HasPrefix(name, "ready-")
+	}
 	folders, _ := filepath.Glob(filepath.Join(dir, "run", "*vm-*", "*"))
 	groups, _ := filepath.Glob("/sys/fs/cgroup/dsec-*-vm*/*")
 	old, _ := filepath.Glob("/sys/fs/cgroup/memory/dsec-*-vm*/*")
