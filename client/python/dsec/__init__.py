@@ -10,6 +10,7 @@ from ._aio.files import AsyncFiles
 from ._aio.jobs import AsyncJob
 from ._aio.ports import AsyncConnection, AsyncPort, AsyncWebSocket
 from ._aio.sandbox import AsyncBatch, AsyncSandbox
+from ._aio.screen import AsyncScreen
 from ._config import PROTOCOL
 from ._fncall import BatchAnswer, CallAnswer, CallEvent, CallFile, CallInput, CallLimits, CallResult, CallSide, Kept, PairAnswer
 from ._ports import HttpResponse
@@ -19,6 +20,7 @@ from ._sync.files import Files
 from ._sync.jobs import Job
 from ._sync.ports import Port, RawConnection, WebSocket
 from ._sync.sandbox import Batch, Sandbox
+from ._sync.screen import Screen
 from ._trace import FileChange, FileHistory, PathState, Trace, TracedProcess, TracedStep
 from ._websocket import Closed as WebSocketClosed
 from .errors import (
@@ -27,7 +29,7 @@ from .errors import (
 )
 from .model import (
     ApiKey, Capabilities, Cause, Chunk, CommandInfo, Environment, FileEvent, FileInfo, Image, ImportedLayer, ItemError, JobInfo, Layer, LayerName,
-    Lifetime, LogRecord, NewApiKey, Outcome, Resources, Restored, RestoredStep, Result, SandboxInfo, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
+    Lifetime, LogRecord, NewApiKey, Outcome, Resources, Restored, RestoredStep, Result, SandboxInfo, Screenshot, Selector, SelectorResult, ServerInfo, SessionInfo, Snapshot, Stats,
     StreamEnd, Summary, UploadResult, Verdict, WriteResult,
 )
 from .options import CommandOptions, CreateOptions, EnvironmentOptions, RestoreOptions, RunOptions, SessionOptions, StartOptions
@@ -36,11 +38,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PROTOCOL", "ApiKey", "AsyncBatch", "AsyncClient", "AsyncConnection", "AsyncFiles", "AsyncFound", "AsyncJob", "AsyncPort", "AsyncProcess",
-    "AsyncSandbox", "AsyncSession", "AsyncWebSocket", "Batch", "Capabilities", "Cause", "Chunk", "Client", "CommandFailed", "CommandInfo",
+    "AsyncSandbox", "AsyncScreen", "AsyncSession", "AsyncWebSocket", "Batch", "Capabilities", "Cause", "Chunk", "Client", "CommandFailed", "CommandInfo",
     "CommandOptions", "CreateOptions", "DeadlineExceeded", "Denied", "DsecError", "Environment", "EnvironmentOptions", "Exhausted", "Exists",
     "FileEvent", "FileInfo", "Files", "Found", "HttpResponse", "Image", "ImportedLayer", "Internal", "Invalid", "ItemError", "Job", "JobInfo", "Layer",
     "LayerName", "Lifetime", "LogRecord", "Lost", "NewApiKey", "NotFound", "NotRestored", "Outcome", "Port", "Process", "RawConnection", "Resources", "RestoreOptions", "Restored", "RestoredStep", "Result",
-    "RunOptions", "Sandbox", "SandboxInfo", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
+    "RunOptions", "Sandbox", "SandboxInfo", "Screen", "Screenshot", "Selector", "SelectorResult", "ServerInfo", "Session", "SessionInfo", "SessionOptions", "Snapshot",
     "StartOptions", "State", "Stats", "StreamEnd", "Summary", "Unavailable", "Unsupported", "UploadResult", "Verdict", "VersionMismatch", "WebSocket",
     "WebSocketClosed", "WriteResult", "BatchAnswer", "CallAnswer", "CallEvent", "CallFile", "CallInput", "CallLimits", "CallResult", "CallSide", "Kept", "PairAnswer", "FileChange", "FileHistory", "PathState", "Trace", "TracedProcess", "TracedStep",
 ]

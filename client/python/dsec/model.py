@@ -496,6 +496,20 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Screenshot:
+    """A picture of a screen."""
+
+    png: bytes
+    width: int  # pixels
+    height: int
+    sha256: str  # of the PNG, in hexadecimal
+
+    @classmethod
+    def of(cls, f: Fields) -> Screenshot:
+        return cls(f.raw("png"), f.number("width"), f.number("height"), f.text("sha256"))
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A sandbox's changes as a layer."""
 

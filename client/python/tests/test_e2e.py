@@ -1,6 +1,7 @@
 """Against a real `dsec up` on temporary folders, with a layer made of busybox. Numbers such as B36 name reported faults of their kind."""
 
 import asyncio
+import hashlib
 import os
 import pathlib
 import re
@@ -13,7 +14,7 @@ import time
 import pytest
 
 import dsec
-from dsec import DeadlineExceeded, Exists, Invalid, NotFound, Selector, State, Unavailable, Unsupported
+from dsec import DeadlineExceeded, DsecError, Exists, Invalid, NotFound, Selector, State, Unavailable, Unsupported
 
 HERE = pathlib.Path(__file__).resolve()
 BINARY = os.environ.get("DSEC_BIN") or str(HERE.parents[3] / "bin" / "dsec")
@@ -457,6 +458,50 @@ def test_life(client):
         assert again.files.read_text("/root/answer") == "changed\n"
 
 
+def test_screen(client):
+    """The server's side of RFB does not depend on what is said to it: a file of it, served again and again, is a screen of two pixels."""
+    said = b"RFB 003.008\n" + b"\x01\x01" + bytes(4)  # one way in: no password; it was right
+    said += bytes([0, 2, 0, 1, 32, 24, 0, 1, 0, 255, 0, 255, 0, 255, 16, 8, 0, 0, 0, 0]) + bytes([0, 0, 0, 1]) + b"x"
+    said += bytes([0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0, 1, 0, 0, 0, 0]) + bytes([0, 0, 255, 0, 255, 0, 0, 0])  # red and blue
+    with client.run_container(environment="py") as sb:
+        with pytest.raises(DsecError):
+            sb.screen().shot()
+        sb.files.write("/root/rfb", said)
+        sb.start("sh", "-c", "while true; do nc -l -p 5901 </root/rfb >>/root/heard; done")
+        x = sb.screen(5901)
+        for _ in range(50):
+            try:
+                shot = x.shot()
+                break
+            except DsecError:
+                time.sleep(0.1)
+        assert (shot.width, shot.height) == (2, 1) and shot.png.startswith(b"\x89PNG") and shot.sha256 == hashlib.sha256(shot.png).hexdigest()
+
+        def done(act):
+            for _ in range(50):  # the file is served to one at a time
+                try:
+                    return act()
+                except (NotFound, Unavailable, State):
+                    time.sleep(0.1)
+            return act()
+
+        done(lambda: x.type("a", step="t"))
+        done(lambda: x.type("a", step="t"))
+        done(lambda: x.click(1, 0, "right"))
+        pressed = b"\x04\x01\0\0\0\0\0a"
+        for _ in range(50):
+            heard = sb.files.read("/root/heard")
+            if pressed in heard and b"\x05\x04\0\x01\0\0" in heard:
+                break
+            time.sleep(0.1)
+        assert heard.count(pressed) == 1, "typed once under its key"
+        assert b"\x05\x04\0\x01\0\0" in heard, "the right button is down at 1, 0"
+        with pytest.raises(Invalid):
+            x.scroll(0, 0, 1000)
+        with pytest.raises(Exists):
+            x.type("b", step="t")
+
+
 def test_fork(client):
     with client.run_container(environment="py", labels={"l": "1"}, env={"A": "1", "T": "hidden"}, secret_env=["T"]) as sb:
         sb.sh("echo before >/root/state").check()
@@ -619,7 +664,7 @@ def test_function_calls(client, server):
     b = client.fncall_batch([dsec.CallInput(stdin=str(i), id=f"n{i}") for i in range(5)], cmd=["sh", "-c", "read n; exit $n"], environment="py")
     assert [(r.id, r.code) for r in b.results] == [(f"n{i}", i) for i in range(5)] and b.verdict == "RE"
     p = client.fncall_pair(dsec.CallSide(cmd=["sh", "-c", "read x; echo $((x*2)); read y; exit $y"], environment="py"),
-                           dsec.CallSide(cmd=["sh", "-c", "echo 21; read r; [ $r = 42 ] && echo 7; cat"], environment="py"))
+                           dsec.CallSide(cmd=["sh", "-c", "echo 21; read r; [ $r = 42 ] && echo 7; cat >/dev/null"], environment="py"))
     assert p.program.code == 7 and p.interactor.ok
     # Keys.
     first = sh("cat /proc/sys/kernel/random/uuid || echo $RANDOM", key="k", job="calls")

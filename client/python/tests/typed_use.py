@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, Optional
 
-from dsec import AsyncClient, AsyncSandbox, Batch, Chunk, Client, DsecError, FileInfo, Outcome, Process, Result, Sandbox, Selector
+from dsec import AsyncClient, AsyncSandbox, Batch, Chunk, Client, DsecError, FileInfo, Outcome, Process, Result, Sandbox, Screen, Selector
 
 
 def sync() -> Optional[int]:
@@ -18,9 +18,12 @@ def sync() -> Optional[int]:
         with box.session(name="s") as sh:
             sh.run("x", timeout=2).check()
         infos: List[FileInfo] = box.files.list("/")
+        x: Screen = box.screen()
+        x.drag(1, 2, (3, 4))
+        png: bytes = x.shot().png
         batch: Batch = c.run_containers(3, all=True, layers=["a"])
         with batch as many:
-            print([s.id for s in many], chunks, outcome, infos)
+            print([s.id for s in many], chunks, outcome, infos, png)
         for s in c.list(Selector(job="j")):
             print(s.info.state if s.info else "")
         try:

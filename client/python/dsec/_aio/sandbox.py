@@ -16,6 +16,7 @@ from .files import AsyncFiles
 from .log import read_log, read_trace
 from .pending import Pending
 from .ports import AsyncPort
+from .screen import AsyncScreen
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class AsyncSandbox:
     def port(self, port: int) -> AsyncPort:
         """The way to a TCP port inside, 1 to 65535."""
         return AsyncPort(self._t, self.id, port)
+
+    def screen(self, port: int = 0) -> AsyncScreen:
+        """Its screen. Port 0 takes the machine's own where it has one, else the display server at 5900 inside."""
+        return AsyncScreen(self._t, self.id, port)
 
     # Life.
 

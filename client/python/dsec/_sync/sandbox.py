@@ -15,6 +15,7 @@ from .commands import Process, Session
 from .files import Files
 from .log import read_log, read_trace
 from .ports import Port
+from .screen import Screen
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class Sandbox:
     def port(self, port: int) -> Port:
         """The way to a TCP port inside, 1 to 65535."""
         return Port(self._t, self.id, port)
+
+    def screen(self, port: int = 0) -> Screen:
+        """Its screen. Port 0 takes the machine's own where it has one, else the display server at 5900 inside."""
+        return Screen(self._t, self.id, port)
 
     # Life.
 
