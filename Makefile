@@ -10,7 +10,7 @@ GUESTVM := internal/guest/binary/dist/dsec-guest-vm
 build: bin/dsec
 
 guest: $(GUEST) $(GUESTVM)
-$(GUESTVM): $(shell find cmd/dsec-guest internal/guest internal/sandbox internal/keeper internal/confine -type f -not -path '*/dist/*' -not -name '*_test.go' 2>/dev/null) go.mod
+$(GUESTVM): $(shell find cmd/dsec-guest internal/guest internal/sandbox internal/keeper internal/confine internal/memfile -type f -not -path '*/dist/*' -not -name '*_test.go' 2>/dev/null) go.mod
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ ./cmd/dsec-guest/vm
 $(GUEST): $(shell find cmd/dsec-guest internal/guest internal/sandbox -name '*.go' -not -name '*_test.go' 2>/dev/null) go.mod
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ ./cmd/dsec-guest

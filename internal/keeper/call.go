@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/memfile"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -456,7 +457,7 @@ func memory(data []byte) (int, error) {
 		at += max(n, 0)
 	}
 	if err == nil {
-		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL)
+		err = memfile.Seal(uintptr(fd))
 	}
 	if err != nil {
 		unix.Close(fd)

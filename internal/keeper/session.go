@@ -11,10 +11,12 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	shell "github.com/dsec-dev/dsec/internal/guest/session"
 	"github.com/dsec-dev/dsec/internal/guest/wire"
+	"github.com/dsec-dev/dsec/internal/memfile"
 	"github.com/dsec-dev/dsec/internal/sandbox"
-	"golang.org/x/sys/unix"
 )
 
 const (
@@ -558,7 +560,7 @@ func textFile(text string, uid int) (int, error) {
 		}
 		b = b[n:]
 	}
-	_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
+	err = memfile.Seal(uintptr(fd))
 	if err := errors.Join(err, unix.Fchmod(fd, 0o444), unix.Fchown(fd, uid, uid)); err != nil {
 		unix.Close(fd)
 		return -1, fmt.Errorf("text: %w", err)

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/memfile"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -219,7 +220,7 @@ const MemoryPrefix = "memory-"
 // Seal makes a memory file immutable. Shared writable mappings must be gone: it fails with EBUSY while the template's machine lives. One that
 // has a name is root's, and nobody else may write it from then on.
 func Seal(f *os.File) error {
-	_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL)
+	err := memfile.Seal(f.Fd())
 	if err == unix.EINVAL {
 		return f.Chmod(0o444)
 	}

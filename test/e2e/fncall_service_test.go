@@ -191,12 +191,12 @@ func TestCallCancelRaces(t *testing.T) {
 		q.Key, q.Job = fmt.Sprint("race", i), "race"
 		wait := time.Duration(r.IntN(400)) * time.Millisecond
 		wg.Go(func() {
-			go func() {
+			wg.Go(func() {
 				time.Sleep(wait)
 				if err := c.CancelCall(within(t), q.Job, q.Key); err != nil && !errors.Is(err, client.ErrNotFound) {
 					t.Errorf("cancel: %v", err)
 				}
-			}()
+			})
 			a, err := c.FnCall(within(t), q)
 			if err != nil {
 				t.Errorf("%s: %v", q.Key, err)

@@ -52,6 +52,7 @@ var ranks = []struct {
 }{
 	{"api/", 0},
 	{"internal/calm", 1},
+	{"internal/memfile", 1},
 	{"internal/sandbox", 1},
 	{"internal/sandbox/sandboxtest", 2},
 	{"internal/store", 2},

@@ -14,6 +14,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/memfile"
 )
 
 // Name of the program, and of the one that is process 1 of virtual machines.
@@ -70,7 +72,7 @@ func sealed(name string, r io.Reader) (*os.File, error) {
 	if err := f.Chmod(0o755); err != nil {
 		return nil, fmt.Errorf("make %s executable: %w", name, err)
 	}
-	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL); err != nil {
+	if err := memfile.Seal(f.Fd()); err != nil {
 		return nil, fmt.Errorf("seal %s: %w", name, err)
 	}
 	// A descriptor that may write keeps a program from being executed (ETXTBSY) on some kernels; this one may only read.

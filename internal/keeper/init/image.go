@@ -11,6 +11,8 @@ import (
 	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/dsec-dev/dsec/internal/memfile"
 )
 
 // Open returns process 1's program as a sealed memfd (close on exec): nobody can write to it, neither the workload by way
@@ -36,7 +38,7 @@ func sealed(name string, program []byte) (*os.File, error) {
 		f.Close()
 		return nil, fmt.Errorf("program %s: %w", name, err)
 	}
-	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE|unix.F_SEAL_GROW|unix.F_SEAL_SHRINK|unix.F_SEAL_SEAL); err != nil {
+	if err := memfile.Seal(f.Fd()); err != nil {
 		f.Close()
 		return nil, fmt.Errorf("program %s: seal: %w", name, err)
 	}
