@@ -146,7 +146,7 @@ func TestImports(t *testing.T) {
 		t.Skipf("needs the go command: %v", err)
 	}
 	allowed := map[string]bool{"golang.org/x/sys/unix": true}
-	for _, p := range []string{"internal/calm", "internal/keeper", "internal/keeper/init", "internal/sandbox", "internal/guest/wire", "internal/guest/session", "internal/confine"} {
+	for _, p := range []string{"internal/calm", "internal/keeper", "internal/keeper/init", "internal/memfile", "internal/sandbox", "internal/guest/wire", "internal/guest/session", "internal/confine"} {
 		allowed["github.com/dsec-dev/dsec/"+p] = true
 	}
 	for _, p := range strings.Fields(string(out)) {
