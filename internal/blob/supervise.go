@@ -527,7 +527,8 @@ func (s *Supervisor) Stop(ctx context.Context) error {
 	os.RemoveAll(filepath.Join(s.cfg.RunDir, nodesName))
 	if s.cfg.Group != "" {
 		if dir, err := groupDir(s.cfg.Group); err == nil {
-			for range 400 { // the process may still be on its way out
+			os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0) // heirs of daemons that were killed may still wait
+			for range 400 {                                                 // the process may still be on its way out
 				if err := unix.Rmdir(dir); err != unix.EBUSY {
 					break
 				}
