@@ -27,7 +27,6 @@ for k in "${DSEC_GUEST_KERNEL:-}" "${XDG_CACHE_HOME:-$HOME/.cache}/dsec/guest-ke
 done
 [ -n "$kernel" ] || { echo "skip: no kernel for guests that Firecracker boots: make guest-kernel"; exit 0; }
 
-mirror=${DSEC_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 cache=${DSEC_KERNELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dsec/kernels}
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)

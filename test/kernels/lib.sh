@@ -1,8 +1,12 @@
 # Functions for tests in QEMU machines with Debian's kernels; sourced by run.sh beside it and by test/firecracker/run.sh. They want these
-# variables: cache (a folder that stays), work (one that does not), mirror, memory (MiB), cpus, rootimage (the first disk); and take
+# variables: cache (a folder that stays), work (one that does not), memory (MiB), cpus, rootimage (the first disk); and take
 # qemu_program, cpu, append (of the kernel's command line), seconds, silence (a bound on that of the console, in seconds of the machine's
 # processor time) and out (a
 # folder for logs).
+
+# Debian's mirror: what the environment says, else the first of this machine's own sources.
+mirror=${DSEC_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | awk '/\/debian\/?$/ && !n++ {sub("/$", ""); print}')}
+[ -n "$mirror" ] || { echo "apt has no source whose address ends in /debian; DSEC_DEBIAN_MIRROR names a mirror" >&2; exit 1; }
 
 apt() { # command of apt, arguments: with sources and lists of its own
   local cmd=$1; shift

@@ -14,7 +14,6 @@ kernels="bookworm trixie backports" tests="" filter="" memory=3072 cpus=2
 while getopts k:t:r:m:c: o; do
   case $o in k) kernels=$OPTARG ;; t) tests=$OPTARG ;; r) filter=$OPTARG ;; m) memory=$OPTARG ;; c) cpus=$OPTARG ;; *) exit 2 ;; esac
 done
-mirror=${DSEC_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 cache=${DSEC_KERNELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dsec/kernels}
 mkdir -p "$cache"
 cache=$(cd "$cache" && pwd)

@@ -466,8 +466,8 @@ def test_screen(client):
     with client.run_container(environment="py") as sb:
         with pytest.raises(DsecError):
             sb.screen().shot()
-        sb.files.write("/root/rfb", said)
-        sb.start("sh", "-c", "while true; do nc -l -p 5901 </root/rfb >>/root/heard; done")
+        sb.files.write("/tmp/rfb", said)
+        sb.start("sh", "-c", "while true; do nc -l -p 5901 </tmp/rfb >>/tmp/heard; done")
         x = sb.screen(5901)
         for _ in range(50):
             try:
@@ -490,7 +490,7 @@ def test_screen(client):
         done(lambda: x.click(1, 0, "right"))
         pressed = b"\x04\x01\0\0\0\0\0a"
         for _ in range(50):
-            heard = sb.files.read("/root/heard")
+            heard = sb.files.read("/tmp/heard")
             if pressed in heard and b"\x05\x04\0\x01\0\0" in heard:
                 break
             time.sleep(0.1)
