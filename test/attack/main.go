@@ -164,7 +164,8 @@ func dial(address string) error {
 	if network == "unix" {
 		at = "@" + at
 	}
-	c, err := (&net.Dialer{Timeout: 3 * time.Second}).Dial(network, at)
+	// A refusal comes at once; on a host whose processors are all taken, packets may wait for seconds.
+	c, err := (&net.Dialer{Timeout: 30 * time.Second}).Dial(network, at)
 	if err != nil {
 		if n, ok := err.(net.Error); ok && n.Timeout() {
 			return errors.New("hangs")

@@ -319,9 +319,7 @@ func (b *Backend) Sweep(ctx context.Context, living map[sandbox.ID]bool) error {
 	list, err := b.warden.List(ctx)
 	if errors.Is(err, sandbox.ErrLost) {
 		// No warden lives; what a dead one left is its cgroups.
-		if err = warden.Sweep(b.cfg.RunDir, b.cfg.Instance); errors.Is(err, sandbox.ErrExists) {
-			err = nil
-		}
+		err = b.warden.Sweep(ctx, b.cfg.Instance)
 	}
 	errs = append(errs, err)
 	for _, a := range list {

@@ -701,9 +701,7 @@ func (x *instance) endMachine(ctx context.Context) error {
 	}
 	if errors.Is(err, sandbox.ErrLost) {
 		// Its monitors died with the warden; what is left are cgroups, which the next one removes at its start.
-		if err = warden.Sweep(x.b.cfg.RunDir, x.b.cfg.Instance); errors.Is(err, sandbox.ErrExists) {
-			err = nil
-		}
+		err = x.b.warden.Sweep(ctx, x.b.cfg.Instance)
 	}
 	return err
 }

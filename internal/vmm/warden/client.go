@@ -36,14 +36,21 @@ func Spawn(ctx context.Context, exe string, args []string, dir, instance string)
 		return nil, fmt.Errorf("warden: log: %w", err)
 	}
 	defer log.Close()
-	cmd := exec.Command(exe, append(append([]string(nil), args...), "--dir", dir, "--instance", instance)...)
-	cmd.Stdout, cmd.Stderr, cmd.Dir = log, log, "/"
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("warden: start: %w", err)
+	begin := func() (chan error, error) {
+		cmd := exec.Command(exe, append(append([]string(nil), args...), "--dir", dir, "--instance", instance)...)
+		cmd.Stdout, cmd.Stderr, cmd.Dir = log, log, "/"
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+		if err := cmd.Start(); err != nil {
+			return nil, fmt.Errorf("warden: start: %w", err)
+		}
+		ended := make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
+		return ended, nil
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
+	ended, err := begin()
+	if err != nil {
+		return nil, err
+	}
 	for {
 		if _, err = c.List(ctx); err == nil {
 			return c, nil
@@ -54,7 +61,14 @@ func Spawn(ctx context.Context, exe string, args []string, dir, instance string)
 			if _, err := c.List(ctx); err == nil {
 				return c, nil
 			}
-			return nil, fmt.Errorf("warden: ended at its start (%v); see %s: %w", e, log.Name(), err)
+			var code *exec.ExitError
+			if !errors.As(e, &code) || code.ExitCode() != exitLocked {
+				return nil, fmt.Errorf("warden: ended at its start (%v); see %s: %w", e, log.Name(), err)
+			}
+			// The lock is with a sweep of what a dead warden left.
+			if ended, err = begin(); err != nil {
+				return nil, err
+			}
 		case <-ctx.Done():
 			return nil, fmt.Errorf("warden: not ready (%v): %w", err, ctx.Err())
 		case <-time.After(5 * time.Millisecond):
@@ -215,6 +229,28 @@ func (c *Client) Watch(ctx context.Context, ended func(Alive)) error {
 		return nil
 	}
 	return fmt.Errorf("warden: watch: %w", sandbox.ErrLost)
+}
+
+// Sweep removes what a dead warden left; where another one lives by now, that did so at its start. It waits for one that is dying: its
+// lock is held a moment longer than it answers, by a monitor that it was about to start.
+func (c *Client) Sweep(ctx context.Context, instance string) error {
+	for end := time.Now().Add(killBound); ; {
+		err := Sweep(c.dir, instance)
+		if !errors.Is(err, sandbox.ErrExists) {
+			return err
+		}
+		if _, lost := c.List(ctx); lost == nil {
+			return nil
+		}
+		if time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("warden: sweep: %w", ctx.Err())
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
 }
 
 // Sweep removes what a dead warden left. ErrExists when it lives.

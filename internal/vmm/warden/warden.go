@@ -44,6 +44,9 @@ const (
 	lockName   = "warden.lock"
 )
 
+// exitLocked is the exit code of a warden that found its folder's lock taken.
+const exitLocked = 3
+
 // Bounds.
 const (
 	maxRequest   = 256 << 10
@@ -143,6 +146,9 @@ func Main(args []string) int {
 	signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
 	if err := run(ctx, stop, *dir, *instance, log); err != nil {
 		log.Error("warden", "err", err)
+		if errors.Is(err, sandbox.ErrExists) {
+			return exitLocked
+		}
 		return 1
 	}
 	return 0

@@ -273,3 +273,39 @@ func TestHeldFile(t *testing.T) {
 		t.Errorf("after its drop: %v", err)
 	}
 }
+
+// The lock of a dead warden's folder may be held a moment longer, by a monitor that it was about to start or by another sweep: whoever sweeps
+// waits for it, and so does whoever starts the next warden.
+func TestLockHeldForAMoment(t *testing.T) {
+	r := start(t)
+	if err := r.Shutdown(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	hold := func() {
+		t.Helper()
+		lock, err := os.OpenFile(filepath.Join(r.dir, "warden.lock"), os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		time.AfterFunc(200*time.Millisecond, func() { lock.Close() })
+	}
+	hold()
+	left := filepath.Join("/sys/fs/cgroup", "dsec-"+r.instance+"-vm", "box")
+	if _, err := os.Stat("/sys/fs/cgroup/unified"); err == nil {
+		left = filepath.Join("/sys/fs/cgroup/unified", "dsec-"+r.instance+"-vm", "box")
+	}
+	if err := os.MkdirAll(left, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Sweep(within(t), r.instance); err != nil {
+		t.Errorf("sweep: %v", err)
+	}
+	if _, err := os.Stat(left); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("it was not swept: %v", err)
+	}
+	hold()
+	r.again(t)
+}
