@@ -30,7 +30,7 @@ def open_client(request):
     """Makes clients of both kinds with one face."""
     made, loop = [], None if request.param == "sync" else Loop()
 
-    def make(url, key="dsec-test", timeout=20, **more):
+    def make(url, key="dsec-test", timeout=60, **more):
         if loop is None:
             c = dsec.Client(url, key, timeout=timeout, **more)
         else:

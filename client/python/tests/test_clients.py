@@ -117,12 +117,12 @@ def test_errors(client, fake, open_client):
 
 
 def test_deadline(open_client, fake):
-    c = open_client(fake.url, timeout=0.2)
+    c = open_client(fake.url, timeout=0.5)
     fake.faults["SandboxService/Get"] += ["hang"]
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded) as e:
         c.get("x")
-    assert isinstance(e.value, TimeoutError) and time.monotonic() - start > 0.19
+    assert isinstance(e.value, TimeoutError) and time.monotonic() - start > 0.49
 
 
 def test_idle_connections_are_used_again(client, fake):
@@ -164,7 +164,7 @@ def test_lists(client, fake):
 
 
 def test_create_without_an_answer_is_stopped_by_its_key(open_client, fake):
-    c = open_client(fake.url, timeout=0.2)
+    c = open_client(fake.url, timeout=0.5)
     fake.faults["SandboxService/Create"] += ["hang"]
     with pytest.raises(DeadlineExceeded):
         c.run_container(environment="e", job="j", name="n").__len__()
@@ -180,7 +180,7 @@ def test_job(client, fake):
     with client.job("j", lease=0.06, on_lease_end="pause") as job:
         sb = job.run_container(environment="e")
         assert fake.sandboxes[sb.info.key]["job"] == "j"
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while fake.renewals < 2 and time.monotonic() < until:
             time.sleep(0.01)
         assert fake.renewals >= 2
@@ -196,7 +196,7 @@ def test_lost_lease(client, fake):
     job = client.job("j", lease=0.06)
     assert not job.lost
     fake.faults["JobService/Renew"] += ["unavailable"] * 10_000
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not (job.lost and job.error) and time.monotonic() < until:
         time.sleep(0.01)
     assert job.lost and isinstance(job.error, dsec.DsecError)
@@ -395,12 +395,12 @@ def test_websocket(sb, fake):
         assert w.protocol == "chat"
         for message in ("hällo", b"\xff" * 70_000, "", b"x" * 300_000):
             w.send(message)
-            got = w.recv(10)
+            got = w.recv(60)
             assert got == message if len(message) < 100_000 else len(got) == len(message)
         w.ping(b"p")
         w.send("bye")
         with pytest.raises(WebSocketClosed) as e:
-            w.recv(10)
+            w.recv(60)
         assert (e.value.code, e.value.reason) == (4001, "enough")
     assert ("frame", (10, b"are you there")) in fake.calls
     w = sb.port(80).websocket("/ws")
@@ -437,7 +437,7 @@ def test_tls(open_client, tmp_path):
             up.send(b"a")
             assert up.recv(5)
     with pytest.raises(Unavailable, match="(?i)certificate"):
-        open_client(fake.url, timeout=2).server()
+        open_client(fake.url, timeout=5).server()
     fake.close()
 
 

@@ -39,7 +39,7 @@ class Server:
         self.process = subprocess.Popen(
             [BINARY, "up", "--state", f"{self.root}/state", "--run", f"{self.root}/run", "--pool-size", "1g", "--listen", ""],
             stdout=self.log, stderr=self.log, start_new_session=True)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while True:
             try:
                 with dsec.Client(self.url):
@@ -51,7 +51,7 @@ class Server:
 
     def end(self, sig):
         self.process.send_signal(sig)
-        self.process.wait(60)
+        self.process.wait(180)
         self.log.close()
 
 
@@ -239,7 +239,7 @@ def test_signals_and_codes(sb):
     assert (r.outcome.kind, r.outcome.signal, r.exit_code) == ("signalled", 9, 137)
     p = sb.start("sleep", "100")
     p.signal("TERM")
-    assert p.wait(30).outcome.signal == 15
+    assert p.wait(60).outcome.signal == 15
     r = sb.exec("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")  # B34
     assert re.findall(r":\t(\w+)", r.text) == ["0" * 16] * 2
 
@@ -469,7 +469,7 @@ def test_screen(client):
         sb.files.write("/tmp/rfb", said)
         sb.start("sh", "-c", "while true; do nc -l -p 5901 </tmp/rfb >>/tmp/heard; done")
         x = sb.screen(5901)
-        for _ in range(50):
+        for _ in range(600):
             try:
                 shot = x.shot()
                 break
@@ -478,7 +478,7 @@ def test_screen(client):
         assert (shot.width, shot.height) == (2, 1) and shot.png.startswith(b"\x89PNG") and shot.sha256 == hashlib.sha256(shot.png).hexdigest()
 
         def done(act):
-            for _ in range(50):  # the file is served to one at a time
+            for _ in range(600):  # the file is served to one at a time
                 try:
                     return act()
                 except (NotFound, Unavailable, State):
@@ -489,7 +489,7 @@ def test_screen(client):
         done(lambda: x.type("a", step="t"))
         done(lambda: x.click(1, 0, "right"))
         pressed = b"\x04\x01\0\0\0\0\0a"
-        for _ in range(50):
+        for _ in range(600):
             heard = sb.files.read("/tmp/heard")
             if pressed in heard and b"\x05\x04\0\x01\0\0" in heard:
                 break
@@ -582,7 +582,7 @@ def test_jobs(client):
             assert {sb.exec("echo", str(i)).text for i, sb in enumerate(batch)} == {f"{i}\n" for i in range(5)}
         sb = job.run_container(environment="py")
     assert client.get(sb.id).info.state == "stopped"
-    job = client.job("short", lease=1)
+    job = client.job("short", lease=3)
     sb = job.run_container(environment="py")
     job.detach()
     until = time.monotonic() + 60
@@ -592,8 +592,8 @@ def test_jobs(client):
 
 
 def test_idle(client):  # B52
-    sb = client.run_container(environment="py", idle=1)
-    p = sb.start("sleep", "2")
+    sb = client.run_container(environment="py", idle=3)
+    p = sb.start("sleep", "4")
     assert p.wait(60).ok
     until = time.monotonic() + 60
     while client.get(sb.id).info.state != "stopped" and time.monotonic() < until:

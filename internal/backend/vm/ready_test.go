@@ -43,7 +43,7 @@ func TestMachinesThatWait(t *testing.T) {
 	}
 	fill := func() string {
 		t.Helper()
-		for end := time.Now().Add(3 * time.Minute); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		for end := time.Now().Add(6 * time.Minute); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 			if list := e.Backend.Waiting(); len(list) == 1 {
 				return list[0]
 			}

@@ -39,7 +39,7 @@ func testPause(t *testing.T, e *Env) {
 	t.Run("time while paused does not count for a timeout", func(t *testing.T) {
 		b := e.box(t)
 		c := sh("sleep 0.2; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo done")
-		c.Timeout = 3 * time.Second
+		c.Timeout = e.roomy(3 * time.Second)
 		id := b.start(t, c)
 		b.pause(t)
 		time.Sleep(c.Timeout + 500*time.Millisecond)
@@ -99,7 +99,7 @@ func testDeadlines(t *testing.T, e *Env) {
 	t.Run("at its deadline a sandbox ends with the reason, not earlier", func(t *testing.T) {
 		b := e.box(t)
 		id := b.start(t, sh("trap '' TERM; echo up; sleep 300"))
-		at := time.Now().Add(2 * time.Second)
+		at := time.Now().Add(e.roomy(2 * time.Second))
 		if err := b.inst.SetDeadline(within(t), at); err != nil {
 			t.Fatalf("set deadline: %v", err)
 		}
@@ -119,12 +119,13 @@ func testDeadlines(t *testing.T, e *Env) {
 	})
 	t.Run("a deadline can be moved and disarmed", func(t *testing.T) {
 		b := e.box(t)
-		for _, at := range []time.Time{time.Now().Add(time.Second), time.Now().Add(time.Hour), time.Now().Add(time.Second), {}} {
+		soon := e.roomy(2 * time.Second)
+		for _, at := range []time.Time{time.Now().Add(soon), time.Now().Add(time.Hour), time.Now().Add(soon), {}} {
 			if err := b.inst.SetDeadline(within(t), at); err != nil {
 				t.Fatalf("set deadline: %v", err)
 			}
 		}
-		wantExit(t, b.run(t, sh("sleep 2; echo alive")), 0, "alive\n")
+		wantExit(t, b.run(t, sh(fmt.Sprintf("sleep %d; echo alive", int(soon.Seconds())+1))), 0, "alive\n")
 	})
 	t.Run("a deadline holds while the sandbox is paused", func(t *testing.T) {
 		e.skipUnless(t, slices.Contains(e.Backend.Capabilities().PauseLevels, sandbox.Frozen), NoFreeze)

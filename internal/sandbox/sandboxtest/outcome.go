@@ -46,7 +46,7 @@ func testOutcomes(t *testing.T, e *Env) {
 	t.Run("a timeout kills all of the command, keeps its output and says so", func(t *testing.T) {
 		b := e.box(t)
 		c := sh(`echo before; (setsid sh -c 'trap "" TERM INT HUP; echo child >/tmp/child; while :; do sleep 0.1; done' &) ; trap '' TERM; while :; do sleep 0.1; done`)
-		c.Timeout = 2 * time.Second
+		c.Timeout = e.roomy(2 * time.Second)
 		start := time.Now()
 		r := b.run(t, c)
 		if r.Kind != sandbox.TimedOut || r.stdout != "before\n" {
@@ -62,7 +62,7 @@ func testOutcomes(t *testing.T, e *Env) {
 	t.Run("B42: a timeout of one command does not hold up another", func(t *testing.T) {
 		b := e.box(t)
 		c := sh(`setsid sh -c 'trap "" TERM; sleep 300' & sleep 300`)
-		c.Timeout = 2 * time.Second
+		c.Timeout = e.roomy(2 * time.Second)
 		id := b.start(t, c)
 		wantExit(t, b.run(t, sandbox.Command{Argv: []string{"/bin/echo", "next"}}), 0, "next\n")
 		if b.rec.ended(id) {

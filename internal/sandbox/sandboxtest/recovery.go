@@ -84,14 +84,14 @@ func testRecovery(t *testing.T, e *Env) {
 	t.Run("a deadline and a timeout hold while the daemon is away", func(t *testing.T) {
 		b, gone := e.box(t), e.box(t)
 		c := sh("echo up; sleep 300")
-		c.Timeout = time.Second
+		c.Timeout = e.roomy(time.Second)
 		id := b.start(t, c)
-		if err := gone.inst.SetDeadline(within(t), time.Now().Add(time.Second)); err != nil {
+		if err := gone.inst.SetDeadline(within(t), time.Now().Add(c.Timeout)); err != nil {
 			t.Fatalf("set deadline: %v", err)
 		}
 		b.rec.die()
 		gone.rec.die()
-		time.Sleep(1500 * time.Millisecond)
+		time.Sleep(c.Timeout + 500*time.Millisecond)
 		restart(t, b, gone)
 		if r := b.wait(t, id); r.Kind != sandbox.TimedOut || r.stdout != "up\n" {
 			t.Errorf("%s, %q", describe(r.Outcome), r.stdout)

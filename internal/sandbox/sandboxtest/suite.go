@@ -22,7 +22,7 @@ import (
 )
 
 // Patience is how long the suite waits for what must happen.
-const Patience = 60 * time.Second
+const Patience = 3 * time.Minute
 
 // Env is what the suite needs to know of a backend under test.
 type Env struct {
@@ -84,6 +84,14 @@ func (e *Env) times(n int) int {
 		return max(1, n/20)
 	}
 	return n
+}
+
+// roomy is a time in which a few commands must have room, so it is longer where they cost more.
+func (e *Env) roomy(d time.Duration) time.Duration {
+	if e.Few {
+		return 3 * d
+	}
+	return d
 }
 
 // does reports whether the backend says that it does something otherwise.

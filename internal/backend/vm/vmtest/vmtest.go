@@ -202,7 +202,7 @@ func (e *Env) end(t testing.TB) {
 	if e.Backend == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	if err := e.Backend.Sweep(ctx, nil); err != nil {
 		t.Errorf("sweep: %v", err)
@@ -211,7 +211,7 @@ func (e *Env) end(t testing.TB) {
 		t.Errorf("release: %v", err)
 	}
 	e.stop()
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		err := warden.Sweep(e.Config.RunDir, e.Config.Instance)
 		if err == nil {
 			break
