@@ -4,3 +4,4 @@ set -e
 modprobe -a kvm_amd tun
 chgrp 36 /dev/kvm && chmod 660 /dev/kvm
 chmod 666 /dev/net/tun
+echo "seen: $(/disk/firecracker/firecracker --version | head -n 1)"

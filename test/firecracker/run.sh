@@ -5,8 +5,9 @@
 #   DSEC_FIRECRACKER=.../firecracker DSEC_JAILER=.../jailer test/firecracker/run.sh [-t "suite machines ..."] [-r regexp] [-m MiB] [-c cpus] [-b "flags"]
 #
 # -t programs (see below), -r passed to -test.run instead of the program's own, -b the benchmark alone, with flags for it. Both programs have to be static. Each
-# program has a nested machine of its own, and a second one when the first is lost: QEMU's emulation of SVM now and then loses the
-# machine. Needs root, and a kernel for guests that is an ELF file (make guest-kernel). Exits 1 when a test failed; without a binary it says so and exits 0.
+# program has a nested machine of its own. When that is lost, as QEMU's emulation of SVM now and then does, another one goes on after the
+# tests that have a verdict. Needs root, and a kernel for guests that is an ELF file (make guest-kernel). Exits 1 when a test failed or has no
+# verdict; without a binary it says so and exits 0. Logs and what was seen lie apart for each version: two of them can run at once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -36,7 +37,7 @@ trap '[ -z "$qemu" ] || kill "$qemu" 2>/dev/null || true; rm -rf "$work"' EXIT
 . test/kernels/lib.sh
 scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mmdebstrap:mmdebstrap mke2fs:e2fsprogs depmod:kmod xz:xz-utils dpkg-deb:dpkg busybox:busybox-static
 qemu_program=${DSEC_NESTED_QEMU:-qemu-system-x86_64}
-cpu=max,+svm,+npt append="mitigations=off dsec.heartbeat" silence=60 rootimage=$cache/firecracker-root.img
+cpu=max,+svm,+npt append="mitigations=off dsec.heartbeat" silence=90 rootimage=$cache/firecracker-root.img
 
 # The programs. Name, test program, seconds, with the jailer or without, what is run; DSEC_PARTS are of the conformance suite.
 programs() {
@@ -56,9 +57,12 @@ T
 # so that no bound in dsec or in a test depends on what else runs. The benchmark's is the host's clock, unless ICOUNT is set.
 icount=${ICOUNT-shift=2,sleep=on}
 [ -z "$bench" ] || icount=${ICOUNT:-}
+# A bound by the host's clock is for machines whose clock that is. The others' own clock bounds the tests, and silence ends one that hangs.
+slack=1; [ -z "$icount" ] || slack=6
+machines=4 # for one program, when they are lost
 
 # second makes the second disk: the programs, the modules, the plan.
-second() { # name
+second() { # name, tests that have a verdict
   local dir=$work/second release name program seconds jail run parts env
   rm -rf "$dir"; mkdir -p "$dir/tests" "$dir/modules" "$dir/firecracker"
   release=$(ls "$cache/bookworm/modules"); cp -a "$cache/bookworm/modules/$release" "$dir/modules/"
@@ -75,20 +79,39 @@ second() { # name
     read -r name program seconds jail run parts < <(programs | awk -v n="$1" '$1 == n')
     if [ "$jail" = jail ] && [ -n "${DSEC_JAILER:-}" ]; then env+=" DSEC_JAILER=/disk/firecracker/jailer"; fi
     [ "$parts" = - ] || env+=" DSEC_PARTS=$parts"
-    echo "$name $seconds /disk/tests /usr/bin/env $env /disk/tests/$program.test -test.v -test.timeout=${seconds}s -test.run=${filter:-$run}" >>"$dir/plan"
+    echo "$name $seconds /disk/tests /usr/bin/env $env /disk/tests/$program.test -test.v=test2json -test.timeout=${seconds}s -test.run=${filter:-$run}${2:+ -test.skip=$2}" >>"$dir/plan"
   fi
   truncate -s 16G "$work/second-bookworm.img"
   mke2fs -q -t ext4 -O quota,project -E quotatype=prjquota -d "$dir" -L second "$work/second-bookworm.img"
   rm -rf "$dir"
 }
 
-# nested runs one program in a machine of its own, and sets said to its exit status; empty: the machine was lost.
-nested() { # name, seconds
-  out=$cache/out/firecracker/$1 seconds=$(($2 + 120))
+# nested runs one program, and sets out to its logs and said to its exit status; empty: the machine was lost.
+nested() { # name, seconds, tests that have a verdict
+  seconds=$((($2 + 120) * slack))
   initramfs bookworm
-  second "$1"
+  second "$1" "${3:-}"
   boot bookworm || true
   said=$(awk -v n="$1" '$1 == "kernels:" && $2 == n {print $3}' "$out/console.log")
+}
+
+# verdicts of all machines of a program: "PASS TestA/part", each test once. Those of an unfinished test's parts count too.
+verdicts() { # name
+  cat "$logs/$1/console.log" "$logs/$1".*/console.log 2>/dev/null | awk '$1 == "---" && $2 ~ /^(PASS|FAIL|SKIP):$/ {print substr($2, 1, 4), $3}' | sort -u
+}
+
+# persistent runs one program until it has ended, in a new machine each time that one is lost.
+persistent() { # name, seconds
+  local i have=""
+  rm -rf "$logs/$1" "$logs/$1".*
+  for i in $(seq "$machines"); do
+    out=$logs/$1; [ "$i" = 1 ] || out+=.$i
+    nested "$1" "$2" "$have"
+    [ -z "$said" ] || return 0
+    # Whole tests and their parts, whose names are one word: what lies below is run again.
+    have=$(verdicts "$1" | awk '$2 ~ /^[A-Za-z0-9_]+(\/[A-Za-z0-9_]+)?$/ {gsub("/", "$/^", $2); printf "%s^%s$", sep, $2; sep = "|"}')
+    echo "the nested machine was lost (the $i. of at most $machines)"
+  done
 }
 
 echo "== build"
@@ -105,12 +128,19 @@ else
 fi
 root "$rootimage"
 fetch bookworm
-"$DSEC_FIRECRACKER" --version | head -n 1
+version=$("$DSEC_FIRECRACKER" --version | awk 'NR == 1 {print $2}')
+logs=$cache/out/firecracker/$version
+mkdir -p "$logs"
+about="Firecracker $version (sha256 $(sha256sum "$DSEC_FIRECRACKER" | cut -c 1-12)), $("$qemu_program" --version | awk 'NR == 1 {print "QEMU", $4}'), Debian's kernel $(ls "$cache/bookworm/modules"), guests' $(cat "$kernel/release"), dsec $(git describe --always --dirty 2>/dev/null || echo unknown)"
+echo "$about"
+
+# note keeps what was seen, each line with what it is about.
+note() { echo "$1"; echo "$(date -u +%FT%TZ) $1; $about" >>"$logs/seen"; }
 
 if [ -n "$bench" ]; then
-  nested bench "${seconds_of_bench:-1500}"
-  [ -n "$said" ] || { echo "the nested machine was lost: once more"; nested bench "${seconds_of_bench:-1500}"; }
-  echo "log: $out"
+  persistent bench "${seconds_of_bench:-1500}"
+  cat "$logs/bench/console.log" "$logs"/bench.*/console.log 2>/dev/null | grep -aE '^[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |^# ' | while read -r line; do note "$line" >/dev/null; done || true
+  note "bench $bench: exit ${said:-none}"
   [ "$said" = 0 ]
   exit
 fi
@@ -118,10 +148,11 @@ fail=0
 while read -r name _ seconds jail _; do
   [ -z "$chosen" ] || [[ " $chosen " == *" $name "* ]] || continue
   echo "== $name ($jail)"
-  nested "$name" "$seconds"
-  [ -n "$said" ] || { echo "the nested machine was lost: once more"; nested "$name" "$seconds"; }
-  log=$out/out/$name.log; [ -e "$log" ] || log=/dev/null
-  echo "$name: $(grep -cE '^ *--- PASS' "$log" || true) passed, $(grep -cE '^ *--- FAIL' "$log" || true) failed, $(grep -cE '^ *--- SKIP' "$log" || true) skipped, exit ${said:-none}; logs: $out"
-  [ "$said" = 0 ] || fail=1
+  persistent "$name" "$seconds"
+  all=$(verdicts "$name")
+  count() { grep -c "^$1 " <<<"$all" || true; }
+  note "$name: $(count PASS) passed, $(count FAIL) failed, $(count SKIP) skipped, exit ${said:-none}, machines $(ls -d "$logs/$name" "$logs/$name".* 2>/dev/null | wc -l)"
+  [ "$said" = 0 ] && [ "$(count FAIL)" = 0 ] || fail=1
 done < <(programs)
+echo "logs: $logs"
 exit $fail

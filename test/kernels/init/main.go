@@ -224,6 +224,7 @@ func run(name string, within time.Duration, dir string, argv []string) int {
 		in := bufio.NewReader(r)
 		for {
 			line, err := in.ReadString('\n')
+			line = strings.ReplaceAll(line, "\x16", "") // marks of a test's output that is made for programs
 			log.WriteString(line)
 			if verdict.MatchString(line) {
 				fmt.Print(strings.TrimRight(line, "\n"), "\n")
