@@ -9,8 +9,6 @@ import (
 	"strings"
 	"time"
 
-	"google.golang.org/protobuf/encoding/protojson"
-
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 )
 
@@ -107,14 +105,6 @@ func printRecord(r *dsecv1.LogRecord) error {
 	case "verdict":
 		_, err := fmt.Printf("%s %s\n", head, verdictText(r.Verdict))
 		return err
-	case "stdin":
-		var q dsecv1.WriteStdinRequest
-		end := ""
-		if (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal([]byte(r.RequestJson), &q) == nil && q.Eof {
-			end = " closed"
-		}
-		_, err := fmt.Printf("%s %s%s\n", head, r.Step, end)
-		return err
 	case "end":
 		_, err := fmt.Printf("%s %s %s\n", head, r.Step, plain(outcomeText(r.Outcome)))
 		return err
@@ -123,62 +113,11 @@ func printRecord(r *dsecv1.LogRecord) error {
 	if r.Cause != nil && r.Cause.Class != "" {
 		detail += " (" + r.Cause.Class + ": " + strings.TrimSpace(r.Cause.Reason+" "+r.Cause.Detail) + ")"
 	}
-	switch {
-	case r.RequestJson == "":
-	case r.Kind == "create":
-		detail += " " + createText(r.RequestJson)
-	default:
-		detail += " " + requestText(r.RequestJson)
+	if r.RequestJson != "" {
+		detail += " " + requestText(r.Kind, r.RequestJson)
 	}
 	_, err := fmt.Fprintln(os.Stdout, strings.TrimRight(head+" "+plain(strings.TrimSpace(r.Step+" "+detail)), " "))
 	return err
-}
-
-// createText shows what a sandbox was made of; the JSON form has all of it.
-func createText(j string) string {
-	var q dsecv1.HostCreateRequest
-	if (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal([]byte(j), &q) != nil || q.Spec == nil {
-		return requestText(j)
-	}
-	s := q.Spec
-	out := s.Environment
-	if out == "" {
-		layers := make([]string, len(s.Layers))
-		for i, l := range s.Layers {
-			layers[i] = short(l)
-		}
-		out = "layers " + strings.Join(layers, " ")
-	}
-	if s.Name != "" {
-		out += ", name " + s.Name
-	}
-	return fmt.Sprintf("%s, job %s, memory %s, disk %s, %d processes, network %s, user %s", out, s.Job, octetText(s.Resources.GetMemory()),
-		octetText(s.Resources.GetDisk()), s.Resources.GetPids(), s.Network, s.User)
-}
-
-// requestText shows what a step asked for: its argument list or text where it has one, else the whole request.
-func requestText(j string) string {
-	var m struct {
-		Argv    []string `json:"argv"`
-		Text    string   `json:"text"`
-		Session string   `json:"session"`
-		At      struct{ Path, User string }
-	}
-	if json.Unmarshal([]byte(j), &m) == nil {
-		if len(m.Argv) > 0 {
-			return quoteWords(m.Argv)
-		}
-		if m.Session != "" && m.Text != "" {
-			return fmt.Sprintf("[%s] %q", m.Session, m.Text)
-		}
-		if m.At.Path != "" {
-			return strings.TrimSuffix(fmt.Sprintf("%s as %s", quoteWords([]string{m.At.Path}), m.At.User), " as ")
-		}
-	}
-	if len(j) > 300 {
-		j = j[:300] + "..."
-	}
-	return j
 }
 
 func quoteWords(words []string) string {

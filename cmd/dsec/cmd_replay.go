@@ -315,7 +315,7 @@ func (p *player) tell(o *playing, r replay.Report) {
 	for _, v := range r.Volatile {
 		p.volatile[v] = true
 	}
-	s := &stepReport{Step: o.start.Step, Seq: o.start.Seq, Kind: o.start.Kind, What: requestText(o.start.RequestJson), Report: r}
+	s := &stepReport{Step: o.start.Step, Seq: o.start.Seq, Kind: o.start.Kind, What: requestText(o.start.Kind, o.start.RequestJson), Report: r}
 	p.counts[r.Verdict]++
 	p.report(s)
 }

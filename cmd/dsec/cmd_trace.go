@@ -118,7 +118,7 @@ func printTraces(out io.Writer, steps []*dsecv1.TraceStep) {
 		}
 		t := s.Trace
 		if t == nil {
-			fmt.Fprintf(w, "%d\t%s\t%s\t-\t-\t-\t-\t%s\t%s (%s)\n", s.Number, plain(s.Step), s.Kind, cpu, cut(plain(requestText(s.RequestJson)), 60), s.Untraced)
+			fmt.Fprintf(w, "%d\t%s\t%s\t-\t-\t-\t-\t%s\t%s (%s)\n", s.Number, plain(s.Step), s.Kind, cpu, cut(plain(requestText(s.Kind, s.RequestJson)), 60), s.Untraced)
 			continue
 		}
 		read, written, procs := "-", "-", "-"
@@ -126,7 +126,7 @@ func printTraces(out io.Writer, steps []*dsecv1.TraceStep) {
 			read, written = octetText(t.ReadBytes), octetText(t.WriteBytes)
 			procs = fmt.Sprint(int64(len(t.Processes)) + t.MoreProcesses)
 		}
-		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", s.Number, plain(s.Step), s.Kind, filesText(t), procs, read, written, cpu, cut(plain(requestText(s.RequestJson)), 60))
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", s.Number, plain(s.Step), s.Kind, filesText(t), procs, read, written, cpu, cut(plain(requestText(s.Kind, s.RequestJson)), 60))
 	}
 	w.Flush()
 }
@@ -162,7 +162,7 @@ func printTrace(out io.Writer, s *dsecv1.TraceStep) {
 	if s.Trace.GetRedo() > 0 {
 		fmt.Fprintf(out, "step %d %s: done again by the restore that began epoch %d\n", s.Number, plain(s.Step), s.Trace.Redo)
 	} else {
-		fmt.Fprintf(out, "step %d %s: %s %s\n", s.Number, plain(s.Step), s.Kind, plain(requestText(s.RequestJson)))
+		fmt.Fprintf(out, "step %d %s: %s %s\n", s.Number, plain(s.Step), s.Kind, plain(requestText(s.Kind, s.RequestJson)))
 	}
 	if o := outcomeOf(s.OutcomeJson); o != nil {
 		fmt.Fprintf(out, "  %s\n", plain(outcomeText(o)))
