@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -114,7 +115,7 @@ func (s *Server) accept(l *net.UnixListener) {
 			time.Sleep(10 * time.Millisecond) // out of descriptors: wait, do not spin
 			continue
 		}
-		if !ownPeer(c) {
+		if !confine.OwnPeer(c) {
 			c.Close()
 			continue
 		}
@@ -132,19 +133,6 @@ func (s *Server) accept(l *net.UnixListener) {
 			s.talk(ctx, c)
 		})
 	}
-}
-
-func ownPeer(c *net.UnixConn) bool {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return false
-	}
-	ok := false
-	raw.Control(func(fd uintptr) {
-		cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-		ok = err == nil && int(cred.Uid) == os.Getuid()
-	})
-	return ok
 }
 
 func (s *Server) talk(ctx context.Context, c *net.UnixConn) {

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
 )
@@ -114,7 +115,7 @@ func (k *Keeper) servePark(ctx context.Context) (end func(), err error) {
 				time.Sleep(10 * time.Millisecond) // out of descriptors: wait, do not spin
 				continue
 			}
-			if !ownPeer(c) {
+			if !confine.OwnPeer(c) {
 				c.Close()
 				continue
 			}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/calm"
+	"github.com/dsec-dev/dsec/internal/confine"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"golang.org/x/sys/unix"
 )
@@ -59,7 +60,7 @@ func (k *Keeper) serve(ctx context.Context, l *net.UnixListener) {
 			time.Sleep(10 * time.Millisecond) // out of descriptors: wait, do not spin
 			continue
 		}
-		if !ownPeer(c) {
+		if !confine.OwnPeer(c) {
 			c.Close()
 			continue
 		}
@@ -82,20 +83,6 @@ func (k *Keeper) serve(ctx context.Context, l *net.UnixListener) {
 	if old != nil {
 		old.end()
 	}
-}
-
-// ownPeer reports whether the peer runs as this process's user; the socket's mode says the same.
-func ownPeer(c *net.UnixConn) bool {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return false
-	}
-	ok := false
-	raw.Control(func(fd uintptr) {
-		cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-		ok = err == nil && int(cred.Uid) == os.Getuid()
-	})
-	return ok
 }
 
 // end closes the connection and returns when nothing of it runs any more. Requests have bounds, so this has one.
