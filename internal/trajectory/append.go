@@ -434,49 +434,67 @@ func (l *Log) lead(b *batch) error {
 	return b.err
 }
 
-// sync returns when the batches up to lsn are on the disk: one caller syncs for all that wait.
-func (l *Log) sync(ctx context.Context, lsn uint64) error {
+// mark is how far something has come that one caller does for all who wait; mu guards it.
+type mark struct {
+	upto uint64        // number of the last batch that it holds for
+	busy chan struct{} // closed when the one who does it is done; nil when nobody does
+}
+
+// reach returns when m has come to lsn. Who finds nobody before does the work, without mu, and tells how far it came.
+func (l *Log) reach(ctx context.Context, m *mark, lsn uint64, work func() (uint64, error)) error {
 	l.mu.Lock()
-	for l.synced < lsn {
+	defer l.mu.Unlock()
+	for m.upto < lsn {
 		if l.err != nil {
-			defer l.mu.Unlock()
 			return l.err
 		}
-		if wait := l.lastSync; wait != nil {
+		if busy := m.busy; busy != nil {
 			l.mu.Unlock()
+			var gone error
 			select {
-			case <-wait:
+			case <-busy:
 			case <-ctx.Done():
-				return ctx.Err()
+				gone = ctx.Err()
 			}
 			l.mu.Lock()
+			if gone != nil {
+				return gone
+			}
 			continue
 		}
 		done := make(chan struct{})
-		l.lastSync = done
-		target := l.written
-		files := l.dirty()
+		m.busy = done
 		l.mu.Unlock()
-
-		var err error
-		for _, f := range files { // in order: a later segment is never safer than an earlier one
-			if err = f.Sync(); err != nil {
-				break
-			}
-		}
-		l.release(files...)
-
+		upto, err := work()
 		l.mu.Lock()
-		l.lastSync = nil
-		if err != nil {
-			l.fail("sync", err)
-		} else {
-			l.synced = max(l.synced, target)
+		m.busy = nil
+		if err == nil {
+			m.upto = max(m.upto, upto)
 		}
 		close(done)
+		if err != nil && l.err == nil {
+			return err
+		}
 	}
-	l.mu.Unlock()
 	return nil
+}
+
+// sync returns when the batches up to lsn are on the disk.
+func (l *Log) sync(ctx context.Context, lsn uint64) error {
+	return l.reach(ctx, &l.synced, lsn, func() (uint64, error) {
+		l.mu.Lock()
+		target, files := l.written, l.dirty()
+		l.mu.Unlock()
+		defer l.release(files...)
+		for _, f := range files { // in order: a later segment is never safer than an earlier one
+			if err := f.Sync(); err != nil {
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				return 0, l.fail("sync", err)
+			}
+		}
+		return target, nil
+	})
 }
 
 // dirty holds the files of the segments that may have octets which are not on the disk; mu is held.

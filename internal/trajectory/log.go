@@ -120,16 +120,14 @@ type Log struct {
 	blobs     map[[32]byte]*blob
 	blobBytes int64
 
-	queue    []*batch // in order, not yet taken by the leader
-	queued   int64    // octets in queue
-	writing  bool     // a leader is at work
-	free     [][]byte // buffers for batches
-	written  uint64   // number of the last batch that is in the page cache
-	synced   uint64   // number of the last batch that is on the disk
-	lastSync chan struct{}
-	batches  uint64 // number of the last batch
-	shipped  uint64 // number of the last batch that is in the store
-	lastShip chan struct{}
+	queue   []*batch // in order, not yet taken by the leader
+	queued  int64    // octets in queue
+	writing bool     // a leader is at work
+	free    [][]byte // buffers for batches
+	written uint64   // number of the last batch that is in the page cache
+	batches uint64   // number of the last batch
+	synced  mark     // on the disk
+	shipped mark     // in the store
 
 	tenure // of the host's place in the store
 }

@@ -263,44 +263,9 @@ func (l *Log) checkEpoch(ctx context.Context) error {
 	return l.fail("ship", err)
 }
 
-// ship returns when the batches up to lsn are on the disk and in the store: one caller ships for all that wait. A store that does not
-// answer is tried until ctx ends.
+// ship returns when the batches up to lsn are on the disk and in the store. A store that does not answer is tried until ctx ends.
 func (l *Log) ship(ctx context.Context, lsn uint64) error {
-	l.mu.Lock()
-	for l.shipped < lsn {
-		if l.err != nil {
-			defer l.mu.Unlock()
-			return l.err
-		}
-		if wait := l.lastShip; wait != nil {
-			l.mu.Unlock()
-			select {
-			case <-wait:
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-			l.mu.Lock()
-			continue
-		}
-		done := make(chan struct{})
-		l.lastShip = done
-		l.mu.Unlock()
-
-		target, err := l.shipOnce(ctx)
-
-		l.mu.Lock()
-		l.lastShip = nil
-		if err == nil {
-			l.shipped = max(l.shipped, target)
-		}
-		close(done)
-		if err != nil && l.err == nil {
-			l.mu.Unlock()
-			return err
-		}
-	}
-	l.mu.Unlock()
-	return nil
+	return l.reach(ctx, &l.shipped, lsn, func() (uint64, error) { return l.shipOnce(ctx) })
 }
 
 // shipOnce gathers for a while and ships, again and again until the store has it.
