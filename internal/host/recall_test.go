@@ -26,17 +26,7 @@ func TestRecallForACreate(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx := context.Background()
-		mk := func(id sandbox.HostID, st store.Store) *rig {
-			r := &rig{t: t, dir: t.TempDir(), world: fake.NewWorld(fake.Options{}), store: st, id: id}
-			r.start()
-			t.Cleanup(func() {
-				r.stop()
-				r.world.Close()
-				time.Sleep(20 * time.Millisecond)
-			})
-			return r
-		}
-		a, b := mk("hlost01", st), mk("hnext01", st)
+		a, b := rigOn(t, "hlost01", st), rigOn(t, "hnext01", st)
 		secret := func(s *dsecv1.Spec) {
 			durable(s)
 			s.Env = []*dsecv1.EnvVar{{Name: "TOKEN", Value: "s3cret", Secret: true}}
@@ -97,7 +87,7 @@ func TestRecallForACreate(t *testing.T) {
 			t.Fatalf("%d sandboxes of a host that was given up live", n)
 		}
 		// Without the store nothing can be taken over, and nothing is guessed.
-		c := mk("hpoor01", nil)
+		c := rigOn(t, "hpoor01", nil)
 		_, err = recall(c, "k")
 		wantErr(t, err, sandbox.ErrUnsupported, "--store")
 		_, err = restoreService{b.h}.Recall(rpc.WithProject(ctx, "default"), connect.NewRequest(&dsecv1.RecallRequest{LostHost: "hnever1", Job: "j", Key: "x"}))

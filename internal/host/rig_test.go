@@ -37,9 +37,18 @@ type rig struct {
 }
 
 func newRig(t testing.TB, opt fake.Options, config func(*Config, *Deps)) *rig {
-	r := &rig{t: t, dir: t.TempDir(), world: fake.NewWorld(opt), config: config}
+	return (&rig{t: t, dir: t.TempDir(), world: fake.NewWorld(opt), config: config}).begin()
+}
+
+// rigOn is one of several hosts, each on a machine of its own, whose logs go to one store; nil is none.
+func rigOn(t testing.TB, id sandbox.HostID, st store.Store) *rig {
+	return (&rig{t: t, dir: t.TempDir(), world: fake.NewWorld(fake.Options{}), store: st, id: id}).begin()
+}
+
+// begin starts the host, and ends it and its world with the test.
+func (r *rig) begin() *rig {
 	r.start()
-	t.Cleanup(func() {
+	r.t.Cleanup(func() {
 		r.stop()
 		r.world.Close()
 		time.Sleep(20 * time.Millisecond) // in a bubble: its last goroutines end

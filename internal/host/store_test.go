@@ -6,7 +6,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/backend/fake"
@@ -44,13 +43,7 @@ func TestStoreThatIsAway(t *testing.T) {
 			t.Fatal(err)
 		}
 		st := &shakyStore{Store: dir}
-		r := &rig{t: t, dir: t.TempDir(), world: fake.NewWorld(fake.Options{}), store: st}
-		r.start()
-		t.Cleanup(func() {
-			r.stop()
-			r.world.Close()
-			time.Sleep(20 * time.Millisecond)
-		})
+		r := rigOn(t, testHost, st)
 		b := r.create("k", durable)
 		b.mustStart(t, "a", "cat")
 		b.mustWait(t, "a")
