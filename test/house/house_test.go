@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -189,4 +190,81 @@ func TestLongFilesSayWhy(t *testing.T) {
 			}
 		}
 	}
+}
+
+// faults are the numbers of the list of faults that users of such systems reported, by their kind: E exec and output, S sessions, F files, R what a process finds
+// around it, N ports and network, C life cycle, L layers, J function calls.
+var faults = map[string][]string{
+	"E": {"02", "15", "33", "34", "36", "42"},
+	"S": {"05", "17"},
+	"F": {"12", "19", "21", "22"},
+	"R": {"37", "41", "48", "50"},
+	"N": {"46", "47"},
+	"C": {"39", "52"},
+	"L": {"03", "08", "24", "26"},
+	"J": {"10", "28", "30"},
+}
+
+// Each fault has a test of the whole program that names it: a function, or for function calls cases of the table of verdicts.
+func TestFaultsHaveTests(t *testing.T) {
+	found := map[string]bool{}
+	names := regexp.MustCompile(`(?m)^func TestB(\d\d)[A-Z]|\{name: "B(\d\d) `)
+	for _, b := range read(t, "../e2e/*_test.go") {
+		for _, m := range names.FindAllStringSubmatch(b, -1) {
+			found[m[1]+m[2]] = true
+		}
+	}
+	for kind, numbers := range faults {
+		for _, n := range numbers {
+			if !found[n] {
+				t.Errorf("fault B%s of kind %s has no test in test/e2e", n, kind)
+			}
+		}
+	}
+}
+
+// A document that says which test shows a promise names tests that are there.
+func TestNamedTestsExist(t *testing.T) {
+	there := map[string]bool{}
+	defined := regexp.MustCompile(`(?m)^(?:func ((?:Test|Fuzz)\w+)\(|(?:async )?def (test_\w+)\()`)
+	err := filepath.WalkDir("../..", func(p string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() || !strings.HasSuffix(p, "_test.go") && !strings.HasPrefix(d.Name(), "test_") {
+			return err
+		}
+		b, err := os.ReadFile(p)
+		for _, m := range defined.FindAllStringSubmatch(string(b), -1) {
+			there[m[1]+m[2]] = true
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	named := regexp.MustCompile(`\b(?:(?:Test|Fuzz)[A-Z]\w*|test_[a-z_]+)\b`)
+	for file, b := range read(t, "../../docs/*.md", "../../docs/*/*.md", "../../SPECIFICATION.md", "../../SECURITY.md") {
+		for _, n := range named.FindAllString(b, -1) {
+			if !there[n] && n != "test_python" { // that is a script
+				t.Errorf("%s names %s, which is not there", filepath.Base(file), n)
+			}
+		}
+	}
+}
+
+func read(t *testing.T, patterns ...string) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	for _, p := range patterns {
+		files, err := filepath.Glob(p)
+		if err != nil || len(files) == 0 && !strings.Contains(p, "*") {
+			t.Fatalf("%s: %v", p, err)
+		}
+		for _, f := range files {
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			out[f] = string(b)
+		}
+	}
+	return out
 }
