@@ -63,11 +63,11 @@ func TestEveryCallNeedsAKey(t *testing.T) {
 	if err != nil || info.Msg.Protocol != rpc.Protocol || info.Msg.Role != "gateway" {
 		t.Errorf("%v, %v", info, err)
 	}
-	secret, _, err := c.keys.CreateKey(context.Background(), "default", "", time.Now().Add(10*time.Millisecond))
+	secret, _, err := c.keys.CreateKey(context.Background(), "default", "", time.Now().Add(200*time.Millisecond))
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(11 * time.Millisecond)
+	time.Sleep(201 * time.Millisecond)
 	c.dial(secret)
 	if _, err := c.create(t, &dsecv1.CreateRequest{}); !errors.Is(err, rpc.ErrUnauthenticated) || !strings.Contains(err.Error(), "expired") {
 		t.Errorf("expired key: %v", err)

@@ -179,13 +179,13 @@ func TestStreamsEndWithTheirKey(t *testing.T) {
 					if !errors.Is(err, rpc.ErrUnauthenticated) || !strings.Contains(err.Error(), how) {
 						t.Errorf("%s ended with %v, want that its key is %s", name, err, how)
 					}
-				case <-time.After(20 * time.Second):
+				case <-time.After(time.Minute):
 					t.Errorf("%s goes on after its key was %s", name, how)
 				}
 			}
 			select {
 			case <-tunnel:
-			case <-time.After(20 * time.Second):
+			case <-time.After(time.Minute):
 				t.Errorf("a tunnel goes on after its key was %s", how)
 			}
 			select {

@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-const longest = 30 * time.Second // bound of every wait here
+const longest = 2 * time.Minute // bound of every wait here
 
 // house is a keeper with one layer, and a handler that records.
 type house struct {

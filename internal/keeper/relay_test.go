@@ -58,7 +58,7 @@ func ended(t *testing.T, end chan error) error {
 	select {
 	case err := <-end:
 		return err
-	case <-time.After(20 * time.Second):
+	case <-time.After(longest):
 		t.Fatal("the relay goes on")
 		return nil
 	}
@@ -90,7 +90,7 @@ func TestRelayEndsAtABreach(t *testing.T) {
 					closeAll(f.fds)
 				}
 			}()
-			guest.SetDeadline(time.Now().Add(20 * time.Second))
+			guest.SetDeadline(time.Now().Add(longest))
 			go guest.Write(octets)
 			if err := ended(t, end); err == nil || errors.Is(err, io.EOF) {
 				t.Errorf("%v, want the breach", err)

@@ -19,7 +19,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
-const patience = time.Minute
+const patience = 3 * time.Minute
 
 func spec(e *containertest.Env, change ...func(*sandbox.Spec)) *sandbox.Spec {
 	s := &sandbox.Spec{

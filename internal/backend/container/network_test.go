@@ -111,7 +111,7 @@ func serve(t testing.TB, ns int, at string) {
 func connect(ns int, to string) (string, error) {
 	var c net.Conn
 	err := inNetns(ns, func() (err error) {
-		c, err = net.DialTimeout("tcp", to, 3*time.Second)
+		c, err = net.DialTimeout("tcp", to, 20*time.Second)
 		return err
 	})
 	if err != nil {
@@ -256,16 +256,16 @@ func TestNetworkForgedSource(t *testing.T) {
 	check(t, err)
 	for _, forged := range []netip.Addr{addrAt(n.rng, slotOffset+4), netip.MustParseAddr("198.51.100.9")} {
 		check(t, h.AddrAdd(eth, &netlink.Addr{IPNet: hostNet(forged)}))
-		if received(t, w, ns, forged) {
+		if received(t, w, ns, forged, 300*time.Millisecond) {
 			t.Errorf("a datagram from %s arrived outside", forged)
 		}
 	}
-	if !received(t, w, ns, addrAt(n.rng, slotOffset+3)) {
+	if !received(t, w, ns, addrAt(n.rng, slotOffset+3), time.Minute) {
 		t.Error("a datagram from the own address did not arrive outside")
 	}
 }
 
-func received(t testing.TB, w *world, ns int, from netip.Addr) bool {
+func received(t testing.TB, w *world, ns int, from netip.Addr, within time.Duration) bool {
 	t.Helper()
 	var in net.PacketConn
 	check(t, inNetns(w.internet, func() (err error) {
@@ -282,7 +282,7 @@ func received(t testing.TB, w *world, ns int, from netip.Addr) bool {
 		_, err = out.Write([]byte("x"))
 		return err
 	}))
-	in.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	in.SetReadDeadline(time.Now().Add(within))
 	_, _, err := in.ReadFrom(make([]byte, 8))
 	return err == nil
 }
@@ -426,7 +426,7 @@ func TestNetworkForwardsNames(t *testing.T) {
 		return err
 	}))
 	defer c.Close()
-	c.SetDeadline(time.Now().Add(5 * time.Second))
+	c.SetDeadline(time.Now().Add(time.Minute))
 	_, err := c.Write([]byte("query"))
 	check(t, err)
 	b := make([]byte, 64)
@@ -519,7 +519,7 @@ func TestNetworkFirstPacket(t *testing.T) {
 		if _, err := n.enter(t.Context(), ns, slot); err != nil {
 			t.Fatal(err)
 		}
-		if !received(t, w, ns, addrAt(n.rng, slotOffset+slot)) {
+		if !received(t, w, ns, addrAt(n.rng, slotOffset+slot), time.Minute) {
 			t.Errorf("the first datagram of sandbox %d was lost", slot)
 		}
 	}

@@ -194,7 +194,7 @@ func (e *Env) start(t testing.TB) {
 			t.Errorf("run: %v", err)
 		}
 	})
-	wait, enough := context.WithTimeout(t.Context(), time.Minute)
+	wait, enough := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer enough()
 	if err := b.WaitReady(wait); err != nil {
 		log, _ := os.ReadFile(filepath.Join(e.Config.RunDir, keeper.LogName))
@@ -214,7 +214,7 @@ func (e *Env) end(t testing.TB) {
 	if e.Backend == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	if err := e.Backend.Sweep(ctx, nil); err != nil {
 		t.Errorf("sweep: %v", err)
@@ -224,7 +224,7 @@ func (e *Env) end(t testing.TB) {
 	}
 	e.stop()
 	// The keeper tells that it ends and then does; its lock is free when it has.
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		err := keeper.Sweep(e.Config.RunDir)
 		if err == nil {
 			break
@@ -247,7 +247,7 @@ func (e *Env) end(t testing.TB) {
 func (e *Env) Suite() *sandboxtest.Env {
 	return &sandboxtest.Env{
 		Backend: e.Backend, Host: sandbox.NewHostID(), Layers: []string{e.Layer}, Restart: e.Restart, Left: e.Left,
-		More: []sandboxtest.Part{backendtest.Files},
+		More: []sandboxtest.Part{backendtest.Files, backendtest.Layers(e.Catalogue, Busybox)},
 	}
 }
 
