@@ -74,6 +74,7 @@ func serve(t *testing.T, h *host, edge *Edge, dial PortDialer) (unix, tcp string
 	mux.Handle(dsecv1connect.NewLogServiceHandler(h, edge.Options()...))
 	if dial != nil {
 		mux.Handle(TunnelPattern, edge.Tunnel(dial))
+		mux.Handle(ScreenPattern, edge.TunnelScreen(dial))
 	}
 	s, err := NewServer(edge.Wrap(mux), ServerConfig{Log: edge.Log})
 	if err != nil {
@@ -363,6 +364,36 @@ func TestTunnel(t *testing.T) {
 		if _, err := peer(t, addr, "no").DialPort(ctx, id, 8080); !errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("wrong token: %v", err)
 		}
+	}
+}
+
+// A screen is reached by port 0 too, which no port has.
+func TestTunnelToAScreen(t *testing.T) {
+	id := sandbox.ID("habcdef-aaaaaaaaaaaaaaaa")
+	unix, _ := serve(t, &host{}, &Edge{}, func(_ context.Context, _ sandbox.ID, port uint16) (net.Conn, error) {
+		if port == 9 {
+			return nil, fmt.Errorf("screen: %w", sandbox.ErrUnsupported)
+		}
+		near, far := net.Pipe()
+		go func() { fmt.Fprintf(far, "screen %d", port); far.Close() }()
+		return near, nil
+	})
+	p := peer(t, unix, token)
+	for _, port := range []uint16{0, 5900} {
+		c, err := p.DialScreen(t.Context(), id, port)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := io.ReadAll(c); err != nil || string(got) != fmt.Sprintf("screen %d", port) {
+			t.Errorf("port %d: %q, %v", port, got, err)
+		}
+		c.Close()
+	}
+	if _, err := p.DialScreen(t.Context(), id, 9); !errors.Is(err, sandbox.ErrUnsupported) {
+		t.Errorf("no screen: %v", err)
+	}
+	if _, err := p.DialPort(t.Context(), id, 0); !errors.Is(err, sandbox.ErrInvalid) {
+		t.Errorf("port 0: %v", err)
 	}
 }
 

@@ -20,6 +20,7 @@ import (
 // Each side may close its half; the other half goes on.
 const (
 	tunnelPath     = "/v1/dial/"
+	screenPath     = "/v1/screen/"
 	tunnelProtocol = "dsec-tcp"
 	tunnelDial     = 15 * time.Second // to the port inside, a wake-up of the sandbox included
 )
@@ -30,12 +31,20 @@ type PortDialer func(ctx context.Context, id sandbox.ID, port uint16) (net.Conn,
 // TunnelPattern is where Tunnel belongs in a host's http.ServeMux, behind Edge.Wrap.
 const TunnelPattern = "POST " + tunnelPath + "{sandbox}/{port}"
 
+// ScreenPattern is where TunnelScreen belongs.
+const ScreenPattern = "POST " + screenPath + "{sandbox}/{port}"
+
+// TunnelScreen is the host's half of the tunnel to a screen, which carries RFB: port 0 is the machine's own, else the display server at the port.
+func (e *Edge) TunnelScreen(dial PortDialer) http.Handler { return e.tunnel(dial, ScreenPort) }
+
 // Tunnel is the host's half. dial gets a context that is bounded for the dialling; the connection that it returns is closed when
 // either side has ended, or when the server shuts down.
-func (e *Edge) Tunnel(dial PortDialer) http.Handler {
+func (e *Edge) Tunnel(dial PortDialer) http.Handler { return e.tunnel(dial, Port) }
+
+func (e *Edge) tunnel(dial PortDialer, parse func(string) (uint16, error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		start := time.Now()
-		inside, err := openInside(r, dial)
+		inside, err := openInside(r, dial, parse)
 		if err != nil {
 			e.Fail(w, r, "tunnel", err, start)
 			e.Done("tunnel", err, start)
@@ -60,12 +69,12 @@ func (e *Edge) Tunnel(dial PortDialer) http.Handler {
 	})
 }
 
-func openInside(r *http.Request, dial PortDialer) (net.Conn, error) {
+func openInside(r *http.Request, dial PortDialer, parse func(string) (uint16, error)) (net.Conn, error) {
 	id, err := sandbox.ParseID(r.PathValue("sandbox"))
 	if err != nil {
 		return nil, err
 	}
-	port, err := Port(r.PathValue("port"))
+	port, err := parse(r.PathValue("port"))
 	if err != nil {
 		return nil, err
 	}
@@ -86,8 +95,25 @@ func Port(s string) (uint16, error) {
 	return uint16(n), nil
 }
 
+// ScreenPort reads the port of a screen: 0, also when empty, is the machine's own.
+func ScreenPort(s string) (uint16, error) {
+	if s == "" || s == "0" {
+		return 0, nil
+	}
+	return Port(s)
+}
+
 // DialPort is the gateway's half: a connection to a TCP port inside a sandbox of this host. The context bounds the dialling only.
 func (p *Peer) DialPort(ctx context.Context, id sandbox.ID, port uint16) (net.Conn, error) {
+	return p.tunnel(ctx, fmt.Sprintf("%s%s/%d", tunnelPath, id, port), fmt.Sprintf("dial port %d of %s", port, id))
+}
+
+// DialScreen connects to a screen of a sandbox of this host as DialPort does to a port.
+func (p *Peer) DialScreen(ctx context.Context, id sandbox.ID, port uint16) (net.Conn, error) {
+	return p.tunnel(ctx, fmt.Sprintf("%s%s/%d", screenPath, id, port), fmt.Sprintf("dial the screen of %s", id))
+}
+
+func (p *Peer) tunnel(ctx context.Context, path, what string) (net.Conn, error) {
 	conn, err := p.dial(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("dial host %s: %w: %w", p.Addr, err, ErrUnavailable)
@@ -95,14 +121,14 @@ func (p *Peer) DialPort(ctx context.Context, id sandbox.ID, port uint16) (net.Co
 	ctx, cancel := context.WithTimeout(ctx, tunnelDial+dialTime)
 	defer cancel()
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-	c, err := p.upgrade(ctx, conn, id, port)
+	c, err := p.upgrade(ctx, conn, path, what)
 	if !stop() && err == nil {
 		err = ctx.Err()
 	}
 	if err != nil {
 		conn.Close()
 		if ctx.Err() != nil {
-			err = fmt.Errorf("dial port %d of %s: %w", port, id, ctx.Err())
+			err = fmt.Errorf("%s: %w", what, ctx.Err())
 		}
 		return nil, err
 	}
@@ -110,21 +136,21 @@ func (p *Peer) DialPort(ctx context.Context, id sandbox.ID, port uint16) (net.Co
 	return c, nil
 }
 
-func (p *Peer) upgrade(ctx context.Context, conn net.Conn, id sandbox.ID, port uint16) (net.Conn, error) {
+func (p *Peer) upgrade(ctx context.Context, conn net.Conn, path, what string) (net.Conn, error) {
 	var b strings.Builder
-	fmt.Fprintf(&b, "POST %s%s/%d HTTP/1.1\r\nHost: dsec-host\r\nConnection: Upgrade\r\nUpgrade: %s\r\n%s: %s\r\n%s: %s\r\n",
-		tunnelPath, id, port, tunnelProtocol, HeaderProtocol, protocolText, HeaderCluster, p.token)
+	fmt.Fprintf(&b, "POST %s HTTP/1.1\r\nHost: dsec-host\r\nConnection: Upgrade\r\nUpgrade: %s\r\n%s: %s\r\n%s: %s\r\n",
+		path, tunnelProtocol, HeaderProtocol, protocolText, HeaderCluster, p.token)
 	if project := Project(ctx); project != "" {
 		fmt.Fprintf(&b, "%s: %s\r\n", HeaderProject, project)
 	}
 	b.WriteString("Content-Length: 0\r\n\r\n")
 	if _, err := io.WriteString(conn, b.String()); err != nil {
-		return nil, fmt.Errorf("dial port %d of %s: %w: %w", port, id, err, ErrUnavailable)
+		return nil, fmt.Errorf("%s: %w: %w", what, err, ErrUnavailable)
 	}
 	br := bufio.NewReaderSize(conn, 4096)
 	resp, err := http.ReadResponse(br, &http.Request{Method: http.MethodPost})
 	if err != nil {
-		return nil, fmt.Errorf("dial port %d of %s: %w: %w", port, id, err, ErrUnavailable)
+		return nil, fmt.Errorf("%s: %w: %w", what, err, ErrUnavailable)
 	}
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		body, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
