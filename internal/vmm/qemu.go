@@ -222,7 +222,7 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 		return err
 	}
 	b.add("-chardev", fmt.Sprintf("socket,id=qmp,fd=%d,server=on,wait=off", control), "-mon", "chardev=qmp,mode=control",
-		"-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console",
+		"-chardev", "ringbuf,id=console,size="+consoleRing, "-serial", "chardev:console",
 		"-device", "virtio-serial-"+bus+",max_ports=2", "-chardev", fmt.Sprintf("socket,id=agent,fd=%d,server=on,wait=off", agent),
 		"-device", "virtserialport,chardev=agent,name=dsec.0", "-device", "virtio-rng-"+bus)
 	for i, d := range s.Disks {
@@ -297,6 +297,7 @@ type qemuVM struct {
 	id, dir string
 	pid     int
 	display bool
+	console sync.Mutex // one reader of the console at a time
 
 	mu  sync.Mutex
 	ctl *qmp
@@ -457,16 +458,6 @@ func (v *qemuVM) Over() <-chan struct{} {
 		return gone()
 	}
 	return v.ctl.over
-}
-
-func (v *qemuVM) Console(ctx context.Context) string {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	var text string
-	if err := v.do(ctx, "ringbuf-read", map[string]any{"device": "console", "size": 65536, "format": "utf8"}, &text); err != nil {
-		return ""
-	}
-	return strings.ToValidUTF8(text, "?")
 }
 
 func (v *qemuVM) Release() {

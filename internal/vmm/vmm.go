@@ -109,7 +109,7 @@ type VM interface {
 	Load(ctx context.Context, from *os.File, shared bool) error
 	// Over is closed when the guest has ended by itself, or the monitor is not reached any more: Status tells which.
 	Over() <-chan struct{}
-	// Console is the end of what the guest wrote on its serial port.
+	// Console is the end of what the guest wrote on its serial port, also once the monitor has ended, as far as it was asked for before.
 	Console(ctx context.Context) string
 	// Display is the machine's screen, keyboard and pointer, where it has them.
 	Display() (Display, bool)

@@ -307,11 +307,13 @@ func closeDisks(list []vmm.Disk) {
 	}
 }
 
+const maxTail = 1200 // octets of a console in an error
+
 // consoleTail is the end of what a guest wrote, for an error.
 func consoleTail(ctx context.Context, vm vmm.VM) string {
-	text := strings.TrimSpace(vm.Console(ctx))
-	if len(text) > 600 {
-		text = "... " + text[len(text)-600:]
+	text := strings.TrimSpace(strings.ToValidUTF8(vm.Console(ctx), "?"))
+	if len(text) > maxTail {
+		text = strings.ToValidUTF8("... "+text[len(text)-maxTail:], "")
 	}
 	return strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\n' || r == 0x7f {

@@ -36,6 +36,9 @@ const (
 func dialGuest(ctx context.Context, vm vmm.VM) (*link, error) {
 	ctx, cancel := context.WithTimeout(ctx, findBound)
 	defer cancel()
+	ctx, over := context.WithCancelCause(ctx)
+	defer over(nil)
+	go watchEnd(ctx, vm, over)
 	c, err := vm.Agent(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("reach the guest: %w", err)
@@ -43,12 +46,29 @@ func dialGuest(ctx context.Context, vm vmm.VM) (*link, error) {
 	s, err := mux.Host(ctx, c)
 	if err != nil {
 		c.Close()
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
 		if text := consoleTail(context.WithoutCancel(ctx), vm); text != "" {
 			err = fmt.Errorf("%w; its console says: %s", err, text)
 		}
 		return nil, fmt.Errorf("reach the guest: %w", err)
 	}
 	return &link{session: s}, nil
+}
+
+// watchEnd tells when a machine has ended by itself: its guest will never answer.
+func watchEnd(ctx context.Context, vm vmm.VM, tell context.CancelCauseFunc) {
+	select {
+	case <-vm.Over():
+	case <-ctx.Done():
+		return
+	}
+	if s, err := vm.Status(ctx); err != nil {
+		tell(fmt.Errorf("its monitor does not answer: %w", err))
+	} else if s != "running" && s != "paused" {
+		tell(fmt.Errorf("the machine %s: %w", s, sandbox.ErrLost))
+	}
 }
 
 func (l *link) close() {

@@ -129,6 +129,7 @@ func (x *instance) save(ctx context.Context) (err error) {
 	x.link = nil
 	x.mu.Unlock()
 	l.close()
+	x.vm.Console(ctx) // kept in the machine's folder
 	if err := x.vm.Kill(ctx); err != nil {
 		x.setSaved(false, false)
 		return err

@@ -6,6 +6,7 @@ import (
 	"net"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 // hasScreen says whether the backend's machines have a screen, keyboard and pointer.
@@ -28,4 +29,16 @@ func (x *instance) VNC(ctx context.Context) (net.Conn, error) {
 		return nil, x.said("screen", err)
 	}
 	return c, nil
+}
+
+// Console implements sandbox.Consoled. It asks the monitor, never the guest, so it answers for a machine that hangs, crashed or is paused.
+func (x *instance) Console(ctx context.Context) ([]byte, error) {
+	if err := x.take(ctx); err != nil { // a save ends the monitor, a resume starts one
+		return nil, x.said("console", err)
+	}
+	defer func() { <-x.turn }()
+	if x.vm == nil || x.isSaved() {
+		return vmm.KeptConsole(x.dir()), nil
+	}
+	return []byte(x.vm.Console(ctx)), nil
 }

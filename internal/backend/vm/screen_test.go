@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"image/png"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -67,6 +69,31 @@ func TestScreenOfVM(t *testing.T) {
 	}
 	if !errors.Is(err, context.DeadlineExceeded) || !told(err) {
 		t.Errorf("text that was broken off: %v", err)
+	}
+}
+
+// A machine that does not come up is given up when its kernel has, and its create says what the console said.
+func TestMachineThatDoesNotBoot(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) {
+		f, err := os.Create(filepath.Join(t.TempDir(), "guest"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		if _, err := f.WriteString("no program"); err != nil {
+			t.Fatal(err)
+		}
+		c.Guest, c.NoTemplates = f, true
+	})
+	if e.Config.Firecracker != "" {
+		t.Skip("skip: of Firecracker the console's begin is kept")
+	}
+	_, err := e.Backend.Create(within(t), sandbox.NewID("htests"), small(e), &nobody{})
+	if err == nil || errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "Kernel panic") {
+		t.Errorf("%v; want the kernel's own words, once it has given up", err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
 	}
 }
 
