@@ -53,6 +53,11 @@ test-firecracker:
 guest-kernel:
 	scripts/guest-kernel.sh
 
+# noVNC, for the view of screens in a browser: docs/ops/desktop.md.
+.PHONY: novnc
+novnc:
+	scripts/novnc.sh
+
 # gVisor's runsc into bin/, for the runtime gvisor: docs/ops/runtimes.md. Without it that runtime is not offered, nothing else fails.
 .PHONY: runsc
 runsc:

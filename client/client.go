@@ -170,7 +170,7 @@ func New(cfg Config) (*Client, error) {
 	}
 	network, address := "", ""
 	if path, ok := strings.CutPrefix(cfg.URL, "unix:"); ok {
-		c.base, network, address = "http://dsec", "unix", strings.TrimPrefix(path, "//")
+		c.base, network, address = unixBase, "unix", strings.TrimPrefix(path, "//")
 	} else {
 		u, err := url.Parse(cfg.URL)
 		if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" {
@@ -200,6 +200,9 @@ func New(cfg Config) (*Client, error) {
 	c.Calls = dsecv1connect.NewFnCallServiceClient(c.http, c.base, opts...)
 	return c, nil
 }
+
+// unixBase stands for a gateway that is reached over a Unix socket.
+const unixBase = "http://dsec"
 
 // transport keeps many idle connections, since a trainer drives thousands of sandboxes through one gateway, and uses no proxy.
 func (c *Client) transport(network string) *http.Transport {

@@ -2,6 +2,8 @@ package client
 
 import (
 	"context"
+	"fmt"
+	"net/url"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 )
@@ -45,4 +47,30 @@ func (x *Screen) Click(ctx context.Context, px, py int, button string) error {
 // Scroll turns the wheel at a place, down when positive.
 func (x *Screen) Scroll(ctx context.Context, px, py, steps int) error {
 	return x.Act(ctx, "", &dsecv1.ScreenAct{Scroll: &dsecv1.ScreenScroll{X: int32(px), Y: int32(py), Steps: int32(steps)}})
+}
+
+// ViewURL is where a browser shows the screen, and lets a person use it. With the key in it the address is as secret as the key; else the page asks
+// for one. ErrInvalid for a client that speaks over a Unix socket, which no browser can.
+func (x *Screen) ViewURL(withKey bool) (string, error) {
+	c := x.s.c
+	if c.base == unixBase {
+		return "", fmt.Errorf("view of the screen: this client speaks over a Unix socket, which no browser can: give the gateway's http address (--url, DSEC_URL): %w", ErrInvalid)
+	}
+	at := c.base + "/v1/screens/" + url.PathEscape(x.s.ID)
+	if x.port != 0 {
+		at += fmt.Sprintf("?port=%d", x.port)
+	}
+	if withKey && c.key != "" {
+		at += "#key=" + url.QueryEscape(c.key)
+	}
+	return at, nil
+}
+
+// Console is the end, at most 1 MiB, of what the sandbox's machine wrote on its serial console, also of one that has ended (by its ID).
+func (s *Sandbox) Console(ctx context.Context) ([]byte, error) {
+	r, err := call(ctx, s.c, s.c.DisplayService.Console, &dsecv1.ConsoleRequest{Sandbox: s.ID})
+	if err != nil {
+		return nil, err
+	}
+	return r.Text, nil
 }

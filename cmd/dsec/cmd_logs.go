@@ -9,7 +9,10 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/term"
+
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
+	"github.com/dsec-dev/dsec/client"
 )
 
 type logsCmd struct {
@@ -48,6 +51,8 @@ type showLogsCmd struct {
 	Follow bool   `short:"f" help:"Go on until the sandbox has ended."`
 	From   int64  `help:"First sequence number." default:"1"`
 	Quiet  bool   `short:"q" help:"Without the output of the commands."`
+	// The machine's, not the trajectory's.
+	Console bool `help:"Instead, what the sandbox's machine wrote on its serial console (the last MiB)."`
 }
 
 // callStream is the key of a job's function calls.
@@ -61,10 +66,15 @@ func (x *showLogsCmd) Run(ctx context.Context, c *cli) error {
 		return errors.New("--job: goes with --calls; a sandbox is named by its ID or name")
 	case x.Follow && x.Calls:
 		return errors.New("--follow: the calls of a job have no end to wait for")
+	case x.Console && (x.Calls || x.Follow || x.From != 1 || x.Quiet):
+		return errors.New("--console: goes with the ID or name of a sandbox alone")
 	}
 	cl, err := c.client(ctx)
 	if err != nil {
 		return err
+	}
+	if x.Console {
+		return x.console(ctx, c, cl)
 	}
 	q := &dsecv1.ReadLogRequest{Sandbox: x.ID, FromSeq: x.From, Follow: x.Follow, Output: !x.Quiet}
 	if x.Calls {
@@ -80,6 +90,24 @@ func (x *showLogsCmd) Run(ctx context.Context, c *cli) error {
 		})
 	}
 	return cl.Log(ctx, q, func(r *dsecv1.LogRecord) error { return printRecord(r) })
+}
+
+// console prints the machine's console; a terminal gets it without what would steer it.
+func (x *showLogsCmd) console(ctx context.Context, c *cli, cl *client.Client) error {
+	text, err := cl.Sandbox(x.ID).Console(ctx)
+	switch {
+	case err != nil:
+		return err
+	case c.Output == "json":
+		return json.NewEncoder(os.Stdout).Encode(map[string]string{"console": strings.ToValidUTF8(string(text), "\uFFFD")})
+	case !term.IsTerminal(int(os.Stdout.Fd())):
+		_, err = os.Stdout.Write(text)
+		return err
+	}
+	for line := range strings.Lines(string(text)) {
+		fmt.Println(plain(strings.TrimRight(line, "\r\n")))
+	}
+	return nil
 }
 
 // printRecord writes one line a record: sequence number, time, what happened; output octets follow indented.

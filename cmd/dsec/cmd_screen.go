@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/client"
@@ -17,6 +18,7 @@ type screenCmd struct {
 	Move   screenMoveCmd   `cmd:"" help:"Move the pointer."`
 	Drag   screenDragCmd   `cmd:"" help:"Hold a button from one place to another."`
 	Scroll screenScrollCmd `cmd:"" help:"Turn the wheel at a place."`
+	View   screenViewCmd   `cmd:"" help:"Print the address at which a browser shows the screen."`
 }
 
 // onScreen names the screen of a command.
@@ -128,4 +130,42 @@ type screenScrollCmd struct {
 
 func (x *screenScrollCmd) Run(ctx context.Context, c *cli) error {
 	return x.act(ctx, c, &dsecv1.ScreenAct{Scroll: &dsecv1.ScreenScroll{X: x.X, Y: x.Y, Steps: x.Steps}})
+}
+
+type screenViewCmd struct {
+	onScreen
+	WithKey bool `name:"with-key" help:"With the API key in the address, which is then as secret as the key. Else the page asks for it."`
+}
+
+func (x *screenViewCmd) Run(ctx context.Context, c *cli) error {
+	s, err := x.screen(ctx, c)
+	if err != nil {
+		return err
+	}
+	at, err := s.ViewURL(x.WithKey)
+	if err != nil {
+		return err
+	}
+	fmt.Println(at)
+	return nil
+}
+
+// noVNC is the folder of noVNC's package: the config's, DSEC_NOVNC, in the state folder, what `make novnc` leaves, Debian's. Empty: none.
+func (p *places) noVNC() string {
+	if at := p.settings.Gateway.NoVNC; at != "" {
+		return at
+	}
+	list := []string{os.Getenv("DSEC_NOVNC"), filepath.Join(p.State, "novnc")}
+	if cache, err := os.UserCacheDir(); err == nil {
+		list = append(list, filepath.Join(cache, "dsec", "novnc"))
+	}
+	for _, at := range append(list, "/usr/share/novnc") {
+		if at == "" {
+			continue
+		}
+		if _, err := os.Stat(filepath.Join(at, "core", "rfb.js")); err == nil {
+			return at
+		}
+	}
+	return ""
 }

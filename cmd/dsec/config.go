@@ -48,6 +48,8 @@ type settings struct {
 		Stall   string `toml:"stall"` // duration; "0s" never ends a body
 		// LostAfter gives a host up that was silent for so long; "" never.
 		LostAfter string `toml:"lost_after"`
+		// NoVNC is the folder of noVNC's package.
+		NoVNC string `toml:"novnc"`
 	} `toml:"gateway"`
 	FnCall fnCallSettings `toml:"fncall"`
 	Images imageSettings  `toml:"images"`

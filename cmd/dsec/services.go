@@ -395,7 +395,7 @@ func openGateway(ctx context.Context, p *places, f *gatewayFlags, stores []strin
 	if e.monitor, err = monitor.New(monitor.Config{Hosts: hosts, Peer: peer}, logger); err != nil {
 		return nil, err
 	}
-	gc := gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, Runtime: p.settings.Gateway.Runtime, OpenMetrics: f.Metrics}
+	gc := gateway.Config{Version: version, Role: role, Domain: p.settings.Gateway.Domain, Runtime: p.settings.Gateway.Runtime, OpenMetrics: f.Metrics, NoVNC: p.noVNC()}
 	if _, err := sandbox.BackendOf("container", gc.Runtime); err != nil {
 		return nil, fmt.Errorf("gateway.runtime: %w", err)
 	}

@@ -117,6 +117,7 @@ func (h *fakeHost) run(t testing.TB) {
 	mux.Handle(dsecv1connect.NewLogServiceHandler(fakeLogs{h: h}, o...))
 	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(h.restores, o...))
 	mux.Handle(rpc.TunnelPattern, edge.Tunnel(h.dial))
+	mux.Handle(rpc.ScreenPattern, edge.TunnelScreen(h.dial))
 	s, err := rpc.NewServer(edge.Wrap(mux), rpc.ServerConfig{Grace: time.Second})
 	if err != nil {
 		t.Fatal(err)

@@ -45,6 +45,8 @@ type Config struct {
 	Stall time.Duration
 	// Runtime of containers whose create names none; "" is direct.
 	Runtime string
+	// NoVNC is the folder of noVNC's package, for the view of screens; "" is none.
+	NoVNC string
 	// OpenMetrics serves /metrics without a key.
 	OpenMetrics bool
 	// LostAfter is for how long a host must have been silent to be given up without a person: what it has is over then, see lost.go. 0 is never.
@@ -169,6 +171,8 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 		rpc.WriteError(w, fmt.Errorf("%s %.200q: nothing is here; see docs/http.md: %w", r.Method, r.URL.Path, sandbox.ErrNotFound))
 	})
 	plain := g.edge.Wrap(g.watch.wrap(mux))
+	views := http.NewServeMux() // their key comes as those of ports do, and some need none
+	newScreens(g).routes(views)
 	facades := http.NewServeMux()
 	for _, add := range d.Facades {
 		add(facades, plain)
@@ -179,9 +183,11 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 			g.ports.serve(w, r, t)
 			return
 		}
-		if to, pattern := facades.Handler(r); pattern != "" {
-			to.ServeHTTP(w, r)
-			return
+		for _, mux := range []*http.ServeMux{views, facades} {
+			if _, pattern := mux.Handler(r); pattern != "" {
+				mux.ServeHTTP(w, r)
+				return
+			}
 		}
 		plain.ServeHTTP(w, r)
 	})

@@ -158,28 +158,35 @@ func (p *ports) resolve(ctx context.Context, rt *route) error {
 	if err != nil {
 		return fmt.Errorf("%w (want %s{sandbox}/{port}/..., or the headers %s and %s, or the host name <port>-<sandbox>.<domain>)", err, portsPath, headerBox, headerPort)
 	}
-	ref, peer, err := p.g.locate(ctx, rt.ref)
+	id, peer, err := p.g.identify(ctx, rt.ref)
 	if err != nil {
 		return err
-	}
-	id, err := sandbox.ParseID(ref)
-	if err != nil { // a name, and one host alone
-		sb, _, err := p.g.find(ctx, p.g.fleet.Fleet(), finding{name: ref})
-		if err != nil {
-			return err
-		}
-		if sb == nil {
-			return fmt.Errorf("sandbox %s: no living sandbox of the project has that name: %w", ref, sandbox.ErrNotFound)
-		}
-		if id, err = sandbox.ParseID(sb.GetId()); err != nil {
-			return err
-		}
 	}
 	rt.id, rt.port, rt.peer = id, port, peer
 	// Connections are kept by this address. The project is part of it: the host checked it when the connection was made, and another
 	// project must not come to use it.
 	rt.addr = strings.ReplaceAll(rpc.Project(ctx), "/", ".") + "." + string(id) + ":" + strconv.Itoa(int(port))
 	return nil
+}
+
+// identify finds the ID and the host of a sandbox that is named by ID or name.
+func (g *Gateway) identify(ctx context.Context, ref string) (sandbox.ID, *rpc.Peer, error) {
+	ref, peer, err := g.locate(ctx, ref)
+	if err != nil {
+		return "", nil, err
+	}
+	if id, err := sandbox.ParseID(ref); err == nil {
+		return id, peer, nil
+	}
+	sb, _, err := g.find(ctx, g.fleet.Fleet(), finding{name: ref}) // a name, and one host alone
+	if err != nil {
+		return "", nil, err
+	}
+	if sb == nil {
+		return "", nil, fmt.Errorf("sandbox %s: no living sandbox of the project has that name: %w", ref, sandbox.ErrNotFound)
+	}
+	id, err := sandbox.ParseID(sb.GetId())
+	return id, peer, err
 }
 
 // dial opens a tunnel for an address that resolve made.
@@ -322,6 +329,8 @@ func (p *ports) fail(w http.ResponseWriter, r *http.Request, err error) {
 		status = http.StatusNotFound
 	case errors.Is(err, sandbox.ErrInvalid):
 		status = http.StatusBadRequest
+	case errors.Is(err, sandbox.ErrUnsupported):
+		status = http.StatusNotImplemented
 	case errors.Is(err, sandbox.ErrExhausted):
 		status = http.StatusServiceUnavailable
 		w.Header().Set("Retry-After", "1")

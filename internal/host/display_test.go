@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/backend/fake"
+	"github.com/dsec-dev/dsec/internal/display"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
@@ -110,6 +112,20 @@ func TestScreen(t *testing.T) {
 	wantErr(t, err, sandbox.ErrInvalid, "exactly one")
 	_, err = s.Screenshot(ctx, connect.NewRequest(&dsecv1.ScreenshotRequest{Sandbox: string(b.id), Port: 5901}))
 	wantErr(t, err, sandbox.ErrNotFound)
+	// The screen itself, for a caller that speaks RFB: it keeps the sandbox from being idle, and is on record as what can't be done again.
+	c, err := r.h.dialScreen(ctx, b.id, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	near, err := display.Open(context.WithoutCancel(ctx), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	if err := near.Screenshot(context.WithoutCancel(ctx), &out); err != nil || out.Len() == 0 {
+		t.Errorf("%d octets, %v", out.Len(), err)
+	}
+	near.Close()
 	var kinds []string
 	for _, rec := range r.records(b) {
 		if tg, m, err := decode(rec.Payload); err == nil {
@@ -117,15 +133,61 @@ func TestScreen(t *testing.T) {
 			case *dsecv1.ScreenActRequest:
 				kinds = append(kinds, fmt.Sprint(tg.name(), " ", m.Acts[len(m.Acts)-1].Text))
 			case *dsecv1.LogRecord:
+				if m.Kind == "port" {
+					kinds = append(kinds, m.RequestJson)
+				}
 				if m.Kind == "screenshot" && len(m.Sha256) == 64 && m.Length > 0 {
 					kinds = append(kinds, m.Kind)
 				}
 			}
 		}
 	}
-	if got := fmt.Sprintf("%q", slices.Compact(kinds)); got != `["screenshot" "screen Hello, Screen!\n" "screenshot" "screen "]` {
+	if got := fmt.Sprintf("%q", slices.Compact(kinds)); got != `["screenshot" "screen Hello, Screen!\n" "screenshot" "screen " "{\"screen\":true,\"port\":0,\"not_recorded_before\":0}"]` {
 		t.Errorf("recorded: %s", got)
 	}
+}
+
+// A machine's console is read while it lives, without waking it, and from the record after its end, also by a later host. What has none says so.
+func TestConsole(t *testing.T) {
+	big := bytes.Repeat([]byte("0123456789abcdef"), 64<<10)
+	small := []byte("\x1b[2JKernel panic\xff\n")
+	var ids sync.Map
+	r := newRig(t, fake.Options{Console: func(id sandbox.ID) []byte { v, _ := ids.Load(id); text, _ := v.([]byte); return text }}, nil)
+	ask := func(b *box) (*dsecv1.ConsoleResponse, error) {
+		m, err := displayService{r.h}.Console(in("default"), connect.NewRequest(&dsecv1.ConsoleRequest{Sandbox: string(b.id)}))
+		if err != nil {
+			return nil, err
+		}
+		return m.Msg, nil
+	}
+	var boxes []*box
+	for i, text := range [][]byte{small, big, nil} {
+		b := r.create(fmt.Sprint("k", i))
+		ids.Store(b.id, text)
+		boxes = append(boxes, b)
+		if m, err := ask(b); err != nil || !bytes.Equal(m.Text, text) || m.Ended {
+			t.Errorf("%d: %d octets, %v", i, len(m.GetText()), err)
+		}
+		r.h.end(b, sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "guest_ended"})
+		if err := b.waitEnd(in("default")); err != nil {
+			t.Fatal(err)
+		}
+		ids.Delete(b.id)
+	}
+	for range 2 {
+		for i, text := range [][]byte{small, big} {
+			if m, err := ask(r.box(boxes[i].id)); err != nil || !bytes.Equal(m.Text, text) || !m.Ended {
+				t.Errorf("%d, ended: %d octets, %v", i, len(m.GetText()), err)
+			}
+		}
+		_, err := ask(r.box(boxes[2].id))
+		wantErr(t, err, sandbox.ErrNotFound, "nothing is on record")
+		r.restart()
+	}
+	plain := newRig(t, fake.Options{}, nil)
+	b := plain.create("k")
+	_, err := displayService{plain.h}.Console(in("default"), connect.NewRequest(&dsecv1.ConsoleRequest{Sandbox: string(b.id)}))
+	wantErr(t, err, sandbox.ErrUnsupported)
 }
 
 // changed counts the pixels of an area in which two pictures differ.

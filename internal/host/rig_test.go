@@ -389,6 +389,13 @@ func (i *fusedInstance) Start(ctx context.Context, c *sandbox.Command) error {
 	return i.f.pass(func() error { return i.Instance.Start(ctx, c) })
 }
 
+func (i *fusedInstance) Console(ctx context.Context) ([]byte, error) {
+	if c, ok := i.Instance.(sandbox.Consoled); ok {
+		return c.Console(ctx)
+	}
+	return nil, sandbox.ErrUnsupported
+}
+
 func (i *fusedInstance) Destroy(ctx context.Context) error {
 	return i.f.pass(func() error { return i.Instance.Destroy(ctx) })
 }

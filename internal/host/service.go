@@ -24,6 +24,7 @@ func (h *Host) Handler(edge *rpc.Edge) http.Handler {
 	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(restoreService{h}, opts))
 	mux.Handle(dsecv1connect.NewInfoServiceHandler(infoService{h}, opts))
 	mux.Handle(rpc.TunnelPattern, edge.Tunnel(h.dialPort))
+	mux.Handle(rpc.ScreenPattern, edge.TunnelScreen(h.dialScreen))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {
 		if err := h.wait(r.Context()); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"time"
 
@@ -38,10 +39,18 @@ func (h *Host) screen(ctx context.Context) (release func(), err error) {
 	return func() { h.screens.Release(1) }, nil
 }
 
-// openScreen connects to a sandbox's screen: its machine's own, else the display server at a port inside.
+// openScreen connects to a sandbox's screen and greets its server.
 func openScreen(ctx context.Context, inst sandbox.Instance, port uint32) (*display.Screen, error) {
-	var c net.Conn
-	err := sandbox.ErrUnsupported
+	c, err := connectScreen(ctx, inst, port)
+	if err != nil {
+		return nil, err
+	}
+	return display.Open(ctx, c)
+}
+
+// connectScreen connects to a sandbox's screen: its machine's own, else the display server at a port inside.
+func connectScreen(ctx context.Context, inst sandbox.Instance, port uint32) (c net.Conn, err error) {
+	err = sandbox.ErrUnsupported
 	if s, ok := inst.(sandbox.Screened); ok && port == 0 {
 		c, err = s.VNC(ctx)
 	}
@@ -54,7 +63,14 @@ func openScreen(ctx context.Context, inst sandbox.Instance, port uint32) (*displ
 	if err != nil {
 		return nil, fmt.Errorf("screen: %w", err)
 	}
-	return display.Open(ctx, c)
+	return c, nil
+}
+
+// dialScreen gives a caller the screen itself, for as long as it wants. What goes over it is not recorded.
+func (h *Host) dialScreen(ctx context.Context, id sandbox.ID, port uint16) (net.Conn, error) {
+	return h.dialInside(ctx, id, fmt.Sprintf(`"screen":true,"port":%d`, port), func(inst sandbox.Instance) (net.Conn, error) {
+		return connectScreen(ctx, inst, uint32(port))
+	})
 }
 
 func checkScreenPort(port uint32) error {
@@ -209,4 +225,93 @@ func (s displayService) Act(ctx context.Context, req *connect.Request[dsecv1.Scr
 		return nil, err
 	}
 	return connect.NewResponse(&dsecv1.ScreenActResponse{Existed: existed}), nil
+}
+
+const (
+	consoleWait = 10 * time.Second
+	consoleKind = "console" // of the event that keeps it
+)
+
+func (s displayService) Console(ctx context.Context, req *connect.Request[dsecv1.ConsoleRequest]) (*connect.Response[dsecv1.ConsoleResponse], error) {
+	b, err := s.h.told(ctx, req.Msg.GetSandbox())
+	if err != nil {
+		return nil, err
+	}
+	b.mu.Lock()
+	inst, ended := b.inst, b.state.Ended()
+	b.mu.Unlock()
+	var text []byte
+	if ended {
+		text, err = b.keptConsole(ctx)
+	} else {
+		text, err = consoleOf(ctx, inst)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("console of %s: %w", b.id, err)
+	}
+	return connect.NewResponse(&dsecv1.ConsoleResponse{Text: text, Ended: ended}), nil
+}
+
+func consoleOf(ctx context.Context, inst sandbox.Instance) ([]byte, error) {
+	c, ok := inst.(sandbox.Consoled)
+	if !ok {
+		return nil, fmt.Errorf("its backend has none, or it is not up yet: %w", sandbox.ErrUnsupported)
+	}
+	ctx, cancel := context.WithTimeout(ctx, consoleWait)
+	defer cancel()
+	return c.Console(ctx)
+}
+
+// keepConsole puts the console of a sandbox that ends on record: its machine goes, and what it said last may be all that tells why.
+func (b *box) keepConsole(inst sandbox.Instance) {
+	ctx, cancel := b.h.bounded(consoleWait)
+	defer cancel()
+	text, err := consoleOf(ctx, inst)
+	if errors.Is(err, sandbox.ErrUnsupported) || err == nil && len(text) == 0 {
+		return
+	}
+	var in *trajectory.Input
+	if err == nil {
+		in, err = b.input(text)
+	}
+	if err == nil {
+		_, err = b.append(trajectory.Record{Kind: trajectory.KindEvent, Input: in, Payload: encode(tagEvent, &dsecv1.LogRecord{Kind: consoleKind})})
+	}
+	if err != nil {
+		b.h.log.Warn("keep the console of an ended sandbox", "sandbox", b.id, "err", err)
+	}
+}
+
+// keptConsole finds the console on record.
+func (b *box) keptConsole(ctx context.Context) (text []byte, err error) {
+	var at *trajectory.Input
+	for q := (trajectory.Query{From: 1, Limit: batchRecords}); ; {
+		recs, next, err := b.h.deps.Log.Read(ctx, b.traj, q)
+		for i := range recs {
+			if recs[i].Kind != trajectory.KindEvent || recs[i].Input == nil {
+				continue
+			}
+			if _, m, err := decode(recs[i].Payload); err == nil {
+				if e, ok := m.(*dsecv1.LogRecord); ok && e.Kind == consoleKind {
+					at = recs[i].Input
+				}
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+		if next <= q.From {
+			break
+		}
+		q.From = next
+	}
+	if at == nil {
+		return nil, fmt.Errorf("nothing is on record of it: %w", sandbox.ErrNotFound)
+	}
+	in, err := b.h.deps.Log.OpenInput(at)
+	if err != nil {
+		return nil, err
+	}
+	defer in.Close()
+	return io.ReadAll(in)
 }

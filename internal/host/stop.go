@@ -65,6 +65,7 @@ func (h *Host) finish(b *box) {
 	}
 	b.closeFiles()
 	b.traceLast()
+	b.keepConsole(inst)
 	teller, tells := inst.(interface{ Used() *sandbox.Stats }) // which saves it the question
 	var used *sandbox.Stats
 	if !tells {

@@ -474,6 +474,102 @@ func (x *ScreenActResponse) GetExisted() bool {
 	return false
 }
 
+type ConsoleRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       string                 `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // id or name; of one that has ended its id
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConsoleRequest) Reset() {
+	*x = ConsoleRequest{}
+	mi := &file_dsec_v1_display_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConsoleRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConsoleRequest) ProtoMessage() {}
+
+func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_display_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConsoleRequest.ProtoReflect.Descriptor instead.
+func (*ConsoleRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_display_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ConsoleRequest) GetSandbox() string {
+	if x != nil {
+		return x.Sandbox
+	}
+	return ""
+}
+
+type ConsoleResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Text          []byte                 `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`    // the end of it, at most 1 MiB; of a sandbox that has ended what was there at its end
+	Ended         bool                   `protobuf:"varint,2,opt,name=ended,proto3" json:"ended,omitempty"` // the sandbox has
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConsoleResponse) Reset() {
+	*x = ConsoleResponse{}
+	mi := &file_dsec_v1_display_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConsoleResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConsoleResponse) ProtoMessage() {}
+
+func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_display_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConsoleResponse.ProtoReflect.Descriptor instead.
+func (*ConsoleResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_display_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ConsoleResponse) GetText() []byte {
+	if x != nil {
+		return x.Text
+	}
+	return nil
+}
+
+func (x *ConsoleResponse) GetEnded() bool {
+	if x != nil {
+		return x.Ended
+	}
+	return false
+}
+
 var File_dsec_v1_display_proto protoreflect.FileDescriptor
 
 const file_dsec_v1_display_proto_rawDesc = "" +
@@ -510,11 +606,17 @@ const file_dsec_v1_display_proto_rawDesc = "" +
 	"\x04port\x18\x03 \x01(\rR\x04port\x12&\n" +
 	"\x04acts\x18\x04 \x03(\v2\x12.dsec.v1.ScreenActR\x04acts\"-\n" +
 	"\x11ScreenActResponse\x12\x18\n" +
-	"\aexisted\x18\x01 \x01(\bR\aexisted2\x95\x01\n" +
+	"\aexisted\x18\x01 \x01(\bR\aexisted\"*\n" +
+	"\x0eConsoleRequest\x12\x18\n" +
+	"\asandbox\x18\x01 \x01(\tR\asandbox\";\n" +
+	"\x0fConsoleResponse\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\fR\x04text\x12\x14\n" +
+	"\x05ended\x18\x02 \x01(\bR\x05ended2\xd3\x01\n" +
 	"\x0eDisplayService\x12E\n" +
 	"\n" +
 	"Screenshot\x12\x1a.dsec.v1.ScreenshotRequest\x1a\x1b.dsec.v1.ScreenshotResponse\x12<\n" +
-	"\x03Act\x12\x19.dsec.v1.ScreenActRequest\x1a\x1a.dsec.v1.ScreenActResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
+	"\x03Act\x12\x19.dsec.v1.ScreenActRequest\x1a\x1a.dsec.v1.ScreenActResponse\x12<\n" +
+	"\aConsole\x12\x17.dsec.v1.ConsoleRequest\x1a\x18.dsec.v1.ConsoleResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
 var (
 	file_dsec_v1_display_proto_rawDescOnce sync.Once
@@ -528,7 +630,7 @@ func file_dsec_v1_display_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_display_proto_rawDescData
 }
 
-var file_dsec_v1_display_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_dsec_v1_display_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_dsec_v1_display_proto_goTypes = []any{
 	(*ScreenshotRequest)(nil),  // 0: dsec.v1.ScreenshotRequest
 	(*ScreenshotResponse)(nil), // 1: dsec.v1.ScreenshotResponse
@@ -537,6 +639,8 @@ var file_dsec_v1_display_proto_goTypes = []any{
 	(*ScreenScroll)(nil),       // 4: dsec.v1.ScreenScroll
 	(*ScreenActRequest)(nil),   // 5: dsec.v1.ScreenActRequest
 	(*ScreenActResponse)(nil),  // 6: dsec.v1.ScreenActResponse
+	(*ConsoleRequest)(nil),     // 7: dsec.v1.ConsoleRequest
+	(*ConsoleResponse)(nil),    // 8: dsec.v1.ConsoleResponse
 }
 var file_dsec_v1_display_proto_depIdxs = []int32{
 	3, // 0: dsec.v1.ScreenAct.pointer:type_name -> dsec.v1.ScreenPointer
@@ -544,10 +648,12 @@ var file_dsec_v1_display_proto_depIdxs = []int32{
 	2, // 2: dsec.v1.ScreenActRequest.acts:type_name -> dsec.v1.ScreenAct
 	0, // 3: dsec.v1.DisplayService.Screenshot:input_type -> dsec.v1.ScreenshotRequest
 	5, // 4: dsec.v1.DisplayService.Act:input_type -> dsec.v1.ScreenActRequest
-	1, // 5: dsec.v1.DisplayService.Screenshot:output_type -> dsec.v1.ScreenshotResponse
-	6, // 6: dsec.v1.DisplayService.Act:output_type -> dsec.v1.ScreenActResponse
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
+	7, // 5: dsec.v1.DisplayService.Console:input_type -> dsec.v1.ConsoleRequest
+	1, // 6: dsec.v1.DisplayService.Screenshot:output_type -> dsec.v1.ScreenshotResponse
+	6, // 7: dsec.v1.DisplayService.Act:output_type -> dsec.v1.ScreenActResponse
+	8, // 8: dsec.v1.DisplayService.Console:output_type -> dsec.v1.ConsoleResponse
+	6, // [6:9] is the sub-list for method output_type
+	3, // [3:6] is the sub-list for method input_type
 	3, // [3:3] is the sub-list for extension type_name
 	3, // [3:3] is the sub-list for extension extendee
 	0, // [0:3] is the sub-list for field type_name
@@ -564,7 +670,7 @@ func file_dsec_v1_display_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_display_proto_rawDesc), len(file_dsec_v1_display_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import List, Optional, Sequence, Tuple
+from urllib.parse import quote
 
+from ._config import Config
 from ._octets import JSON
 from ._ops import new_key, without_empty
+from .errors import Invalid
 
 
 def at(sandbox: str, port: int) -> JSON:
@@ -29,3 +32,9 @@ def click(x: int, y: int, button: str, clicks: int, to: Optional[Tuple[int, int]
 
 def scroll(x: int, y: int, steps: int) -> List[JSON]:
     return [{"scroll": {"x": x, "y": y, "steps": steps}}]
+
+
+def view_url(config: Config, sandbox: str, port: int) -> str:
+    if not 0 <= port <= 65535:
+        raise Invalid(f"port {port}: want 0 to 65535")
+    return f"{config.base}/v1/screens/{quote(sandbox, safe='')}" + (f"?port={port}" if port else "")

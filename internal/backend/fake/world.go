@@ -48,6 +48,8 @@ type Options struct {
 	Files func(ctx context.Context, id sandbox.ID, user string, conn io.ReadWriteCloser)
 	// Listen serves a connection to a port inside; nil, or false, is a closed port.
 	Listen func(id sandbox.ID, port uint16) (net.Conn, bool)
+	// Console is what a machine wrote; nil is a sandbox without one.
+	Console func(id sandbox.ID) []byte
 	// Born is told of each birth before anything happens in the sandbox; nil is told nothing.
 	Born func(id sandbox.ID, spec *sandbox.Spec)
 	// Snap names the layer that a snapshot makes; nil makes names up.
@@ -463,6 +465,14 @@ func (i *instance) Files(ctx context.Context, user string) (io.ReadWriteCloser, 
 		theirs.Close()
 	}()
 	return ours, nil
+}
+
+// Console implements sandbox.Consoled.
+func (i *instance) Console(context.Context) ([]byte, error) {
+	if i.b.w.opt.Console == nil {
+		return nil, fmt.Errorf("console of %s: %w", i.x.id, sandbox.ErrUnsupported)
+	}
+	return i.b.w.opt.Console(i.x.id), nil
 }
 
 func (i *instance) Dial(ctx context.Context, port uint16) (net.Conn, error) {

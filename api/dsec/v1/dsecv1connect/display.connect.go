@@ -38,6 +38,8 @@ const (
 	DisplayServiceScreenshotProcedure = "/dsec.v1.DisplayService/Screenshot"
 	// DisplayServiceActProcedure is the fully-qualified name of the DisplayService's Act RPC.
 	DisplayServiceActProcedure = "/dsec.v1.DisplayService/Act"
+	// DisplayServiceConsoleProcedure is the fully-qualified name of the DisplayService's Console RPC.
+	DisplayServiceConsoleProcedure = "/dsec.v1.DisplayService/Console"
 )
 
 // DisplayServiceClient is a client for the dsec.v1.DisplayService service.
@@ -46,6 +48,8 @@ type DisplayServiceClient interface {
 	Screenshot(context.Context, *connect.Request[v1.ScreenshotRequest]) (*connect.Response[v1.ScreenshotResponse], error)
 	// Act presses, types, points and scrolls, in order: one recorded step. The same step again is not done again.
 	Act(context.Context, *connect.Request[v1.ScreenActRequest]) (*connect.Response[v1.ScreenActResponse], error)
+	// Console answers what a sandbox's machine wrote on its serial console. It wakes nothing, and is there when the guest is not.
+	Console(context.Context, *connect.Request[v1.ConsoleRequest]) (*connect.Response[v1.ConsoleResponse], error)
 }
 
 // NewDisplayServiceClient constructs a client for the dsec.v1.DisplayService service. By default,
@@ -71,6 +75,12 @@ func NewDisplayServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(displayServiceMethods.ByName("Act")),
 			connect.WithClientOptions(opts...),
 		),
+		console: connect.NewClient[v1.ConsoleRequest, v1.ConsoleResponse](
+			httpClient,
+			baseURL+DisplayServiceConsoleProcedure,
+			connect.WithSchema(displayServiceMethods.ByName("Console")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -78,6 +88,7 @@ func NewDisplayServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 type displayServiceClient struct {
 	screenshot *connect.Client[v1.ScreenshotRequest, v1.ScreenshotResponse]
 	act        *connect.Client[v1.ScreenActRequest, v1.ScreenActResponse]
+	console    *connect.Client[v1.ConsoleRequest, v1.ConsoleResponse]
 }
 
 // Screenshot calls dsec.v1.DisplayService.Screenshot.
@@ -90,12 +101,19 @@ func (c *displayServiceClient) Act(ctx context.Context, req *connect.Request[v1.
 	return c.act.CallUnary(ctx, req)
 }
 
+// Console calls dsec.v1.DisplayService.Console.
+func (c *displayServiceClient) Console(ctx context.Context, req *connect.Request[v1.ConsoleRequest]) (*connect.Response[v1.ConsoleResponse], error) {
+	return c.console.CallUnary(ctx, req)
+}
+
 // DisplayServiceHandler is an implementation of the dsec.v1.DisplayService service.
 type DisplayServiceHandler interface {
 	// Screenshot answers the screen as PNG. It is recorded with hash and size alone.
 	Screenshot(context.Context, *connect.Request[v1.ScreenshotRequest]) (*connect.Response[v1.ScreenshotResponse], error)
 	// Act presses, types, points and scrolls, in order: one recorded step. The same step again is not done again.
 	Act(context.Context, *connect.Request[v1.ScreenActRequest]) (*connect.Response[v1.ScreenActResponse], error)
+	// Console answers what a sandbox's machine wrote on its serial console. It wakes nothing, and is there when the guest is not.
+	Console(context.Context, *connect.Request[v1.ConsoleRequest]) (*connect.Response[v1.ConsoleResponse], error)
 }
 
 // NewDisplayServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -117,12 +135,20 @@ func NewDisplayServiceHandler(svc DisplayServiceHandler, opts ...connect.Handler
 		connect.WithSchema(displayServiceMethods.ByName("Act")),
 		connect.WithHandlerOptions(opts...),
 	)
+	displayServiceConsoleHandler := connect.NewUnaryHandler(
+		DisplayServiceConsoleProcedure,
+		svc.Console,
+		connect.WithSchema(displayServiceMethods.ByName("Console")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/dsec.v1.DisplayService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case DisplayServiceScreenshotProcedure:
 			displayServiceScreenshotHandler.ServeHTTP(w, r)
 		case DisplayServiceActProcedure:
 			displayServiceActHandler.ServeHTTP(w, r)
+		case DisplayServiceConsoleProcedure:
+			displayServiceConsoleHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -138,4 +164,8 @@ func (UnimplementedDisplayServiceHandler) Screenshot(context.Context, *connect.R
 
 func (UnimplementedDisplayServiceHandler) Act(context.Context, *connect.Request[v1.ScreenActRequest]) (*connect.Response[v1.ScreenActResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.DisplayService.Act is not implemented"))
+}
+
+func (UnimplementedDisplayServiceHandler) Console(context.Context, *connect.Request[v1.ConsoleRequest]) (*connect.Response[v1.ConsoleResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.DisplayService.Console is not implemented"))
 }

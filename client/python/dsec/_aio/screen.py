@@ -20,6 +20,12 @@ class AsyncScreen:
         self._sandbox = sandbox
         self.port = port
 
+    @property
+    def view_url(self) -> str:
+        """Where a browser shows the screen; the page asks for a key, or takes it from a fragment `#key=`. Through a Unix socket no browser
+        reaches it."""
+        return screen.view_url(self._t.config, self._sandbox, self.port)
+
     async def shot(self) -> Screenshot:
         """The screen as it is, as PNG. It is recorded with its hash and size alone."""
         return Screenshot.of(await self._t.run(ops.call("DisplayService/Screenshot", screen.at(self._sandbox, self.port))))
