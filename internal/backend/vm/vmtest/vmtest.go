@@ -232,7 +232,7 @@ func (e *Env) Suite() *sandboxtest.Env {
 	return &sandboxtest.Env{
 		Backend: degraded{e.Backend}, Host: sandbox.NewHostID(), Layers: []string{e.Layer}, Left: e.Left, Few: true,
 		Restart: func(t testing.TB) sandbox.Backend { return degraded{e.Restart(t)} },
-		More:    []sandboxtest.Part{backendtest.Files},
+		More:    []sandboxtest.Part{backendtest.Files, backendtest.Layers(e.Catalogue, containertest.Busybox)},
 	}
 }
 
