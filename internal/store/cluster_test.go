@@ -30,6 +30,8 @@ type cluster struct {
 	behind map[string]int
 	failed int
 	asked  map[int]bool // sizes of reads
+	direct bool         // reads come as the program makes them, past the page cache
+	across int          // reads that go across a multiple of 1 MiB
 }
 
 // fail decides whether an operation fails now; of one that changes something, after says that it is done first.
@@ -154,6 +156,9 @@ func (n *clusterNode) Open(ctx context.Context, flags uint32) (fs.FileHandle, ui
 	if errno != 0 {
 		return h, f, errno
 	}
+	if n.c.direct {
+		f |= fuse.FOPEN_DIRECT_IO
+	}
 	return &clusterFile{f: h.(*fs.LoopbackFile), n: n}, f, 0
 }
 
@@ -209,11 +214,19 @@ type clusterFile struct {
 func (h *clusterFile) Read(ctx context.Context, p []byte, off int64) (fuse.ReadResult, syscall.Errno) {
 	h.n.c.mu.Lock()
 	h.n.c.asked[len(p)] = true
+	if off>>20 != (off+int64(len(p))-1)>>20 {
+		h.n.c.across++
+	}
 	h.n.c.mu.Unlock()
 	if e, _ := h.n.c.fail(false); e != 0 {
 		return nil, e
 	}
-	return h.f.Read(ctx, p, off)
+	r, errno := h.f.Read(ctx, p, off)
+	if errno != 0 || !h.n.c.direct {
+		return r, errno
+	}
+	b, status := r.Bytes(p) // go-fuse can't splice what is not aligned
+	return fuse.ReadResultData(b), syscall.Errno(status)
 }
 
 func (h *clusterFile) Write(ctx context.Context, p []byte, off int64) (uint32, syscall.Errno) {
@@ -280,6 +293,39 @@ func TestClusterNodesSeeWhatIsPublished(t *testing.T) {
 		if n > 1<<20 {
 			t.Errorf("a read of %d octets", n)
 		}
+	}
+}
+
+// Reads are large and end at multiples of 1 MiB, wherever they begin.
+func TestClusterReadsAreAligned(t *testing.T) {
+	c := &cluster{direct: true}
+	d, err := store.NewDir(mountCluster(t, c, t.TempDir()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := storetest.Random(5, 5<<20+5)
+	put(t, d, "x", string(want))
+	r, err := d.Open(t.Context(), "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	rng := rand.New(rand.NewPCG(3, 3))
+	for range 40 {
+		off := rng.IntN(len(want))
+		b := make([]byte, rng.IntN(len(want)-off)+1)
+		if _, err := r.ReadAt(b, int64(off)); err != nil || !bytes.Equal(b, want[off:off+len(b)]) {
+			t.Fatalf("%d octets at %d: %v", len(b), off, err)
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	largest := 0
+	for n := range c.asked {
+		largest = max(largest, n)
+	}
+	if c.across > 0 || largest < 1<<20-4096 { // one page less where the program's memory does not begin with a page
+		t.Errorf("%d reads go across a multiple of 1 MiB; the largest has %d octets", c.across, largest)
 	}
 }
 

@@ -6,7 +6,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"os"
 	"strings"
@@ -30,9 +29,10 @@ type CopyProgress struct {
 const copyParallel = 4
 
 // Copy copies objects and is resumed by doing it again: what dst has is left alone, a large object that broke off in a folder goes on where it
-// did, and a store that shares chunks takes only those that it lacks. An object whose key is blobs/<hex> must have this sha256, in src and, where dst
-// is a folder, also what was there already; elsewhere an object of the same size counts as the same. What was there is made young, so that no collector
-// of garbage takes it for old while nothing names it yet. progress may be nil; it is called one call at a time, at least once for each object.
+// did, and a store that shares chunks takes only those that it lacks. An object whose key is blobs/<hex> must have this sha256, in src and in dst, also
+// what was there already: a folder's is read, a bucket's is compared by the digests of its chunks with what src has. Other objects of the same size count
+// as the same. What was there is made young, so that no collector of garbage takes it for old while nothing names it yet. progress may be nil; it is
+// called one call at a time, at least once for each object.
 func Copy(ctx context.Context, dst, src Store, keys []string, progress func(CopyProgress)) (CopyProgress, error) {
 	var mu sync.Mutex
 	done := CopyProgress{Total: len(keys)}
@@ -92,8 +92,8 @@ func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (
 	to, err := dst.Stat(ctx, key)
 	if err == nil && to.Size == from.Size {
 		same := true
-		if p, ok := dst.(prover); ok && want != "" {
-			if same, err = p.proves(ctx, key, want); err != nil {
+		if want != "" {
+			if same, err = proved(ctx, dst, src, key, want); err != nil {
 				return false, err
 			}
 		}
@@ -118,6 +118,22 @@ func copyOne(ctx context.Context, dst, src Store, key string, moved func(int)) (
 		}
 		// What was there of it may be what is wrong, and is gone now.
 	}
+}
+
+// proved tells whether dst has the object blobs/<want> in whole, as far as that can be found out without fetching it from afar.
+func proved(ctx context.Context, dst, src Store, key, want string) (bool, error) {
+	switch d := dst.(type) {
+	case prover:
+		return d.proves(ctx, key, want)
+	case comparer:
+		r, err := src.Open(ctx, key)
+		if err != nil {
+			return false, err
+		}
+		defer r.Close()
+		return d.equals(ctx, key, want, r)
+	}
+	return true, nil
 }
 
 // youngFor is how long an object that was just written counts as young to whoever copies: half of the shortest age of garbage.
@@ -217,7 +233,7 @@ func copyRest(ctx context.Context, dst Store, r Reader, key, want string, moved 
 const copyPiece = 4 << 20
 
 // hashRange reads a range in pieces, adds them to the hash and passes them on; each may be nil.
-func hashRange(ctx context.Context, h hash.Hash, r io.ReaderAt, off, end int64, each func(p []byte, off int64) error) error {
+func hashRange(ctx context.Context, h io.Writer, r io.ReaderAt, off, end int64, each func(p []byte, off int64) error) error {
 	buf := make([]byte, max(0, min(copyPiece, end-off)))
 	for off < end {
 		p := buf[:min(int64(len(buf)), end-off)]

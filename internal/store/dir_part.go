@@ -49,39 +49,58 @@ func machine() string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
+// partStem begins the names of drafts of an object; "" where nobody could tell later whether their writers live.
+func partStem(prefix, sum string) string {
+	m := machine()
+	if m == "" {
+		return ""
+	}
+	return prefix + sum + "-" + m + "-"
+}
+
 func (d *Dir) resume(ctx context.Context, sum string) (partDraft, int64, error) {
-	if err := ctx.Err(); err != nil {
+	f, have, kept, err := resumeIn(ctx, filepath.Join(d.root, draftFolder), partStem(partPrefix, sum), anybodys)
+	if err != nil {
 		return nil, 0, err
 	}
-	drafts := filepath.Join(d.root, draftFolder)
-	stem := ""
-	if m := machine(); m != "" {
-		stem = partPrefix + sum + "-" + m + "-"
-		f, have, err := takePart(drafts, stem)
+	return &dirPart{draft: &draft{File: f, dir: d, at: have, end: have}, sum: sum, gone: !kept}, have, nil
+}
+
+// resumeIn opens the draft that broke off in the folder and what of it is there, or a new one; kept says that it can be gone on with later.
+func resumeIn(ctx context.Context, folder, stem string, trusted func(fs.FileInfo) bool) (f *os.File, have int64, kept bool, err error) {
+	if err := ctx.Err(); err != nil {
+		return nil, 0, false, err
+	}
+	if stem != "" {
+		f, have, err := takePart(folder, stem, trusted)
 		if err != nil {
-			return nil, 0, fmt.Errorf("resume draft: %w", err)
+			return nil, 0, false, fmt.Errorf("resume draft: %w", err)
 		}
 		if f != nil {
-			return &dirPart{draft: &draft{File: f, dir: d, at: have, end: have}, sum: sum}, have, nil
+			return f, have, true, nil
 		}
 	}
-	var f *os.File
-	err := patient(ctx, func() (err error) {
-		f, err = os.CreateTemp(drafts, stem+"*")
+	err = patient(ctx, func() (err error) {
+		f, err = os.CreateTemp(folder, stem+"*")
 		return err
 	})
 	if err != nil {
-		return nil, 0, fmt.Errorf("create draft: %w", full(err))
+		return nil, 0, false, fmt.Errorf("create draft: %w", full(err))
 	}
-	p := &dirPart{draft: &draft{File: f, dir: d}, sum: sum}
-	if stem == "" || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
-		p.forget() // nobody could tell later whether this one lives
-	}
-	return p, 0, nil
+	return f, 0, stem != "" && unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil, nil
+}
+
+// anybodys trusts all files: the folder is the store's own.
+func anybodys(fs.FileInfo) bool { return true }
+
+// ours trusts files that nobody but this user can have written.
+func ours(info fs.FileInfo) bool {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && int(st.Uid) == os.Geteuid() && info.Mode().Perm()&0o077 == 0
 }
 
 // takePart takes over the longest draft whose writer has ended; nil when there is none.
-func takePart(folder, stem string) (taken *os.File, have int64, err error) {
+func takePart(folder, stem string, trusted func(fs.FileInfo) bool) (taken *os.File, have int64, err error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil {
 		return nil, 0, err
@@ -91,12 +110,12 @@ func takePart(folder, stem string) (taken *os.File, have int64, err error) {
 			continue
 		}
 		name := filepath.Join(folder, e.Name())
-		f, err := os.OpenFile(name, os.O_RDWR|syscall.O_NOFOLLOW, 0)
+		f, err := os.OpenFile(name, os.O_RDWR|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 		if err != nil {
 			continue // published or removed meanwhile
 		}
 		info, err := f.Stat()
-		if err != nil || !info.Mode().IsRegular() || taken != nil && info.Size() <= have || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+		if err != nil || !info.Mode().IsRegular() || !trusted(info) || taken != nil && info.Size() <= have || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
 			f.Close()
 			continue
 		}
@@ -128,13 +147,12 @@ func orphaned(folder, name string) bool {
 }
 
 // sweepParts removes drafts of an object that is there now.
-func (d *Dir) sweepParts(sum string) {
-	m := machine()
-	if m == "" {
+func sweepParts(folder, stem string, trusted func(fs.FileInfo) bool) {
+	if stem == "" {
 		return
 	}
 	for { // each once: the file that was taken is removed
-		f, _, err := takePart(filepath.Join(d.root, draftFolder), partPrefix+sum+"-"+m+"-")
+		f, _, err := takePart(folder, stem, trusted)
 		if err != nil || f == nil {
 			return
 		}
@@ -144,6 +162,10 @@ func (d *Dir) sweepParts(sum string) {
 			return
 		}
 	}
+}
+
+func (d *Dir) sweepParts(sum string) {
+	sweepParts(filepath.Join(d.root, draftFolder), partStem(partPrefix, sum), anybodys)
 }
 
 // dirPart is a draft that is kept when it breaks off. Its lock goes with its descriptor.

@@ -164,6 +164,7 @@ func NewS3(cfg S3Config) (*S3, error) {
 	s.chunks.limit = cfg.Cache
 	s.known.reset()
 	s.known.busy = make(chan struct{}, 1)
+	s.sweepSpool()
 	return s, nil
 }
 
