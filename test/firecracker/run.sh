@@ -98,7 +98,7 @@ nested() { # name, seconds, tests that have a verdict
 
 # verdicts of all machines of a program: "PASS TestA/part", each test once. Those of an unfinished test's parts count too.
 verdicts() { # name
-  cat "$logs/$1/console.log" "$logs/$1".*/console.log 2>/dev/null | awk '$1 == "---" && $2 ~ /^(PASS|FAIL|SKIP):$/ {print substr($2, 1, 4), $3}' | sort -u
+  find "$logs/$1" "$logs/$1".* -maxdepth 1 -name console.log -exec cat {} + 2>/dev/null | awk '$1 == "---" && $2 ~ /^(PASS|FAIL|SKIP):$/ {print substr($2, 1, 4), $3}' | sort -u || true
 }
 
 # persistent runs one program until it has ended, in a new machine each time that one is lost.
@@ -140,7 +140,7 @@ note() { echo "$1"; echo "$(date -u +%FT%TZ) $1; $about" >>"$logs/seen"; }
 
 if [ -n "$bench" ]; then
   persistent bench "${seconds_of_bench:-1500}"
-  cat "$logs/bench/console.log" "$logs"/bench.*/console.log 2>/dev/null | grep -aE '^[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |^# ' | while read -r line; do note "$line" >/dev/null; done || true
+  while read -r line; do note "$line" >/dev/null; done < <(find "$logs"/bench* -maxdepth 1 -name console.log -exec grep -ahE '^[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |^# ' {} +)
   note "bench $bench: exit ${said:-none}"
   [ "$said" = 0 ]
   exit
