@@ -60,18 +60,17 @@ func jail(t *testing.T, id, file string, argv ...string) (*warden.Process, strin
 	return p, at
 }
 
-// A jailer finds files mounted that nobody else sees, is the first process of its own namespace, and makes files that others may read.
-func TestJailSeesItsFilesAlone(t *testing.T) {
-	r := start(t)
+// jailed starts a jail that sleeps as its own user, with a file mounted at a place.
+func (r *rig) jailed(t *testing.T, id string) (f *os.File, pid int, at string) {
+	t.Helper()
 	f, err := os.CreateTemp(t.TempDir(), "")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
+	t.Cleanup(func() { f.Close() })
 	f.WriteString("mounted")
-	p, at := jail(t, "j1", f.Name(), "/bin/sleep", "300")
-	pid, err := r.Start(within(t), p, f)
-	if err != nil {
+	p, at := jail(t, id, f.Name(), "/bin/sleep", "300")
+	if pid, err = r.Start(within(t), p, f); err != nil {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(20 * time.Second); owner(pid) != uid; time.Sleep(time.Millisecond) {
@@ -79,6 +78,13 @@ func TestJailSeesItsFilesAlone(t *testing.T) {
 			t.Fatalf("its user is %d", owner(pid))
 		}
 	}
+	return f, pid, at
+}
+
+// A jailer finds files mounted that nobody else sees, is the first process of its own namespace, and makes files that others may read.
+func TestJailSeesItsFilesAlone(t *testing.T) {
+	r := start(t)
+	f, pid, at := r.jailed(t, "j1")
 	if text, err := os.ReadFile(at); err != nil || string(text) != "the host's" {
 		t.Errorf("the host sees %q, %v", text, err)
 	}
@@ -109,7 +115,7 @@ func TestJailSeesItsFilesAlone(t *testing.T) {
 	}
 	m := os.NewFile(uintptr(fd), "none")
 	defer m.Close()
-	p, _ = jail(t, "j3", "", "/bin/true")
+	p, _ := jail(t, "j3", "", "/bin/true")
 	if _, err := r.Start(within(t), p, m); err == nil || !strings.Contains(err.Error(), "can't be mounted") {
 		t.Errorf("a memory file: %v", err)
 	}
@@ -126,21 +132,7 @@ func owner(pid int) uint32 {
 // kill -9 of the warden ends jails too, although these have changed their user.
 func TestDeadWardenEndsJails(t *testing.T) {
 	r := start(t)
-	f, err := os.CreateTemp(t.TempDir(), "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	p, _ := jail(t, "j1", f.Name(), "/bin/sleep", "300")
-	pid, err := r.Start(within(t), p, f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for end := time.Now().Add(20 * time.Second); owner(pid) != uid; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("its user is %d", owner(pid))
-		}
-	}
+	_, pid, _ := r.jailed(t, "j1")
 	out, err := exec.Command("pgrep", "-f", "warden --dir "+r.dir).Output()
 	if err != nil {
 		t.Fatalf("find the warden: %v", err)
