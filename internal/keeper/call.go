@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -43,6 +44,11 @@ type Call struct {
 	Devices []string // paths of character devices of the host, which the call finds in its /dev
 	Pooled  bool     // use the user namespace of an earlier call of the same uid
 	Filter  []byte   // sock_filter[] with a listener's actions
+	// Hold is the file of Files, in the work folder itself, that the call's command opens when it is up, as an interpreter does with its
+	// program. Limits of time and times count from there, and what goes before may have been done ahead. Else "".
+	Hold string
+	// Standbys is how many calls with a Hold may be kept ahead, of all kinds together; 0 keeps none for the like of this one.
+	Standbys int
 }
 
 // CallFile is a file of the work folder.
@@ -91,6 +97,7 @@ type CallEnd struct {
 	Files                []CallCopied
 	Events               []CallEvent
 	EventsTotal          int64
+	Ahead                bool // its command was started before the call came
 }
 
 const (
@@ -117,7 +124,11 @@ func (c *Client) Call(ctx context.Context, r *Call, files ...*os.File) (*CallEnd
 	for i, f := range files {
 		fds[i] = int(f.Fd())
 	}
-	bound, cancel := context.WithTimeout(ctx, min(r.Wall+callBound, 9*time.Minute))
+	limit := r.Wall + callBound
+	if r.Hold != "" {
+		limit += heldBound
+	}
+	bound, cancel := context.WithTimeout(ctx, min(limit, 9*time.Minute))
 	defer cancel()
 	e := &CallEnd{}
 	got, err := c.call(bound, opCall, r, e, fds...)
@@ -134,14 +145,17 @@ func (c *Client) Call(ctx context.Context, r *Call, files ...*os.File) (*CallEnd
 
 // calls is what function calls share in the keeper.
 type calls struct {
-	k     *Keeper
-	netns *netnsPool
-	roots *callRoots
-	pool  *callGroups
+	k        *Keeper
+	netns    *netnsPool
+	roots    *callRoots
+	pool     *callGroups
+	standbys *standbys
 }
 
 func newCalls(k *Keeper) *calls {
-	return &calls{k: k, netns: newNetnsPool(8), roots: newCallRoots(k), pool: newCallGroups(k)}
+	c := &calls{k: k, netns: newNetnsPool(8), roots: newCallRoots(k), pool: newCallGroups(k)}
+	c.standbys = newStandbys(c)
+	return c
 }
 
 func (r *Call) check() error {
@@ -149,7 +163,7 @@ func (r *Call) check() error {
 	for _, s := range append(append([]string(nil), r.Argv...), r.Env...) {
 		text += len(s) + 1
 		if strings.ContainsRune(s, 0) {
-			return fmt.Errorf("call: argument or variable with a NUL: %w", sandbox.ErrInvalid)
+			return fmt.Errorf("argument or variable with a NUL: %w", sandbox.ErrInvalid)
 		}
 	}
 	if err := checkDevices(r.Devices); err != nil {
@@ -157,29 +171,32 @@ func (r *Call) check() error {
 	}
 	switch {
 	case len(r.Argv) == 0:
-		return fmt.Errorf("call: no program: %w", sandbox.ErrInvalid)
+		return fmt.Errorf("no program: %w", sandbox.ErrInvalid)
 	case text > maxCallText:
-		return fmt.Errorf("call: arguments and environment have %d octets, at most %d: %w", text, maxCallText, sandbox.ErrInvalid)
+		return fmt.Errorf("arguments and environment have %d octets, at most %d: %w", text, maxCallText, sandbox.ErrInvalid)
 	case len(r.Layers) == 0 || len(r.Layers) > 400:
-		return fmt.Errorf("call: %d layers, want 1 to 400: %w", len(r.Layers), sandbox.ErrInvalid)
+		return fmt.Errorf("%d layers, want 1 to 400: %w", len(r.Layers), sandbox.ErrInvalid)
 	case r.UIDBase == 0 || r.UIDBase > 1<<31-2*CallUIDs:
-		return fmt.Errorf("call: uid base %d: %w", r.UIDBase, sandbox.ErrInvalid)
+		return fmt.Errorf("uid base %d: %w", r.UIDBase, sandbox.ErrInvalid)
 	case r.CPU <= 0 || r.Wall <= 0 || r.Memory <= 0 || r.Pids <= 0 || r.Output <= 0 || r.Output > MaxCallOutput || r.FSize <= 0 ||
 		r.Disk <= 0 || r.Inodes <= 0 || r.Stack <= 0 || r.NoFile <= 0:
-		return fmt.Errorf("call: limits: a field is missing or out of range: %w", sandbox.ErrInvalid)
+		return fmt.Errorf("limits: a field is missing or out of range: %w", sandbox.ErrInvalid)
 	case r.Pipe && r.StdinFD || (r.Pipe || r.StdinFD) && len(r.Stdin) > 0:
-		return fmt.Errorf("call: more than one standard input: %w", sandbox.ErrInvalid)
+		return fmt.Errorf("more than one standard input: %w", sandbox.ErrInvalid)
 	case len(r.Filter)%8 != 0 || len(r.Filter) > 4096*8:
-		return fmt.Errorf("call: filter of %d octets: %w", len(r.Filter), sandbox.ErrInvalid)
+		return fmt.Errorf("filter of %d octets: %w", len(r.Filter), sandbox.ErrInvalid)
+	}
+	if r.Hold != "" && (r.Pipe || strings.ContainsRune(r.Hold, '/') || !slices.ContainsFunc(r.Files, func(f CallFile) bool { return f.Path == r.Hold })) {
+		return fmt.Errorf("hold %.80q: want a file of the call in its work folder itself, and no call of a pair: %w", r.Hold, sandbox.ErrInvalid)
 	}
 	for _, f := range r.Files {
 		if !cleanPath(f.Path) {
-			return fmt.Errorf("call: file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
+			return fmt.Errorf("file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
 		}
 	}
 	for _, f := range r.Copy {
 		if !cleanPath(f.Path) {
-			return fmt.Errorf("call: file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
+			return fmt.Errorf("file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
 		}
 	}
 	return nil
@@ -230,11 +247,11 @@ func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd,
 	defer cancel()
 	var ab, ba [2]int
 	if err := unix.Pipe2(ab[:], unix.O_CLOEXEC); err != nil {
-		return nil, nil, fmt.Errorf("call: pipe: %w", err)
+		return nil, nil, fmt.Errorf("pipe: %w", err)
 	}
 	if err := unix.Pipe2(ba[:], unix.O_CLOEXEC); err != nil {
 		closeAll(ab[:])
-		return nil, nil, fmt.Errorf("call: pipe: %w", err)
+		return nil, nil, fmt.Errorf("pipe: %w", err)
 	}
 	// Both open /dev/stdin and /dev/stdout if they like; nobody else can reach a pipe.
 	err := errors.Join(unix.Fchmod(ab[0], 0o666), unix.Fchmod(ba[0], 0o666))
@@ -246,7 +263,7 @@ func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd,
 	}
 	if err != nil || a > len(fds) || r.A.StdinFD || r.B.StdinFD || len(r.A.Stdin)+len(r.B.Stdin) > 0 {
 		closeAll(append(ab[:], ba[:]...))
-		return nil, nil, errors.Join(err, fmt.Errorf("call: pair: descriptors or standard input are not as they should be: %w", sandbox.ErrInvalid))
+		return nil, nil, errors.Join(err, fmt.Errorf("pair: descriptors or standard input are not as they should be: %w", sandbox.ErrInvalid))
 	}
 	r.A.Pipe, r.B.Pipe = true, true
 	own := [2][]int{append([]int{ba[0], ab[1]}, fds[:a]...), append([]int{ab[0], ba[1]}, fds[a:]...)}
@@ -277,7 +294,7 @@ func (c *calls) pair(ctx context.Context, r *CallPair, fds []int) (*CallPairEnd,
 	out := append(outs[0], outs[1]...)
 	if len(out) > maxFDs {
 		closeAll(out)
-		return nil, nil, fmt.Errorf("call: pair: more than %d longer files were asked for: %w", maxFDs, sandbox.ErrExhausted)
+		return nil, nil, fmt.Errorf("pair: more than %d longer files were asked for: %w", maxFDs, sandbox.ErrExhausted)
 	}
 	// Reports may overtake each other; one that did not begin has the earlier end.
 	switch {
@@ -308,43 +325,69 @@ func (c *calls) run(ctx context.Context, r *Call, fds []int, ended *uint64) (end
 		}
 	}
 	if want != len(fds) {
-		return nil, nil, fmt.Errorf("call: %d descriptors came, %d are announced: %w", len(fds), want, sandbox.ErrInvalid)
+		return nil, nil, fmt.Errorf("%d descriptors came, %d are announced: %w", len(fds), want, sandbox.ErrInvalid)
 	}
-	g, err := c.pool.take(r)
+	c.standbys.begins()
+	defer c.standbys.ended()
+	var x *running
+	ahead := false
+	if r.Hold == "" {
+		x, err = c.begin(ctx, r, fds)
+	} else if x, ahead, err = c.standbys.take(ctx, r, fds); err == nil {
+		err = x.release(r, fds)
+	}
+	if x != nil {
+		defer x.end()
+	}
 	if err != nil {
-		return nil, nil, err
-	}
-	x := &running{c: c, r: r, g: g, disk: -1, in: -1, stdout: -1, stderr: -1}
-	clean := false
-	defer func() { c.pool.give(g, clean) }()
-	defer x.close()
-	if err := x.prepare(fds); err != nil {
-		return nil, nil, err
-	}
-	ns, err := c.netns.take(ctx)
-	if err != nil {
-		return nil, nil, err
-	}
-	if err := x.start(ctx, ns); err != nil {
-		c.k.discard(append(ns.files, ns.fd))
 		return nil, nil, err
 	}
 	for i, fd := range fds { // an end of a pipe that we held would hide that the program closed its own
 		unix.Close(fd)
 		fds[i] = -1
 	}
-	end, clean, err = x.wait(ctx)
+	end, err = x.wait(ctx)
 	if ended != nil {
 		*ended = x.ended
-	}
-	if !clean || !c.netns.give(ns) { // of one that hangs, something may live on
-		c.k.discard(append(ns.files, ns.fd))
 	}
 	if err != nil {
 		return nil, nil, err
 	}
+	end.Ahead = ahead
 	out = x.copyOut(end)
 	return end, out, nil
+}
+
+// begin starts a call. What it returns without an error is ended by its end.
+func (c *calls) begin(ctx context.Context, r *Call, fds []int) (x *running, err error) {
+	x = &running{c: c, r: r, disk: -1, in: -1, stdout: -1, stderr: -1, source: -1, input: -1, mark: -1}
+	defer func() {
+		if err != nil {
+			x.end()
+			x = nil
+		}
+	}()
+	if x.g, err = c.pool.take(r); err != nil {
+		return x, err
+	}
+	if err = x.prepare(fds); err != nil {
+		return x, err
+	}
+	if x.ns, err = c.netns.take(ctx); err != nil {
+		return x, err
+	}
+	return x, x.start(ctx)
+}
+
+// end gives back what a call had.
+func (x *running) end() {
+	if x.ns != nil && (!x.clean || !x.c.netns.give(x.ns)) { // of one that hangs, something may live on
+		x.c.k.discard(append(x.ns.files, x.ns.fd))
+	}
+	x.close()
+	if x.g != nil {
+		x.c.pool.give(x.g, x.clean)
+	}
 }
 
 // running is a call under way.
@@ -352,11 +395,17 @@ type running struct {
 	c     *calls
 	r     *Call
 	g     *callGroup
+	ns    *netns
+	clean bool   // nothing of it runs any more
 	ended uint64 // ns of the monotonic clock; 0: it did not begin
 	disk  int    // mount of its disk: folders work, tmp and shm
 	in    int    // standard input; -1: /dev/null
 	ctl   *os.File
 	far   int
+	// Of one whose program is held: that file and standard input, open to write, the mark on the file, and the report if its command ended
+	// before it opened the file.
+	source, input, mark int
+	early               []byte
 
 	stdout, stderr int // what the program writes to
 	out, err       *os.File
@@ -365,6 +414,7 @@ type running struct {
 
 func (x *running) close() {
 	closeAll(x.mine)
+	closeAll(only([]int{x.source, x.input}))
 	for _, f := range []*os.File{x.ctl, x.out, x.err} {
 		if f != nil {
 			f.Close()
@@ -380,27 +430,37 @@ func (x *running) prepare(fds []int) error {
 	r := x.r
 	var err error
 	if x.disk, err = makeDisk(r.Disk, r.Inodes, int(x.g.uid)); err != nil {
-		return fmt.Errorf("call: make its disk: %w", err)
+		return fmt.Errorf("make its disk: %w", err)
 	}
 	rest := fds
 	switch {
 	case r.Pipe:
 		x.in, x.stdout, rest = fds[0], fds[1], fds[2:]
+	case r.StdinFD && len(fds) == 0: // it comes with the program
+		if x.input, err = newMemory(); err != nil {
+			return fmt.Errorf("standard input: %w", err)
+		}
+		x.in = x.input
 	case r.StdinFD:
 		// Its own offset, and no way to write to what it names.
 		if x.in, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fds[0]), unix.O_RDONLY|unix.O_CLOEXEC, 0); err != nil {
-			return fmt.Errorf("call: open standard input: %w", err)
+			return fmt.Errorf("open standard input: %w", err)
 		}
 		x.mine, rest = append(x.mine, x.in), fds[1:]
 	case len(r.Stdin) > 0:
 		if x.in, err = memory(r.Stdin); err != nil {
-			return fmt.Errorf("call: standard input: %w", err)
+			return fmt.Errorf("standard input: %w", err)
 		}
 		x.mine = append(x.mine, x.in)
 	default:
 		x.in = x.c.k.tmpl.null
 	}
-	if err := x.lay(rest); err != nil {
+	if r.Hold != "" {
+		if err := x.hold(); err != nil {
+			return err
+		}
+	}
+	if err := x.lay(rest, func(path string) bool { return path != r.Hold }); err != nil {
 		return err
 	}
 	if x.stdout < 0 {
@@ -413,7 +473,7 @@ func (x *running) prepare(fds []int) error {
 	}
 	p, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
-		return fmt.Errorf("call: %w", err)
+		return fmt.Errorf("%w", err)
 	}
 	x.ctl, x.far = os.NewFile(uintptr(p[0]), "call"), p[1]
 	x.mine = append(x.mine, p[1])
@@ -425,7 +485,7 @@ func (x *running) prepare(fds []int) error {
 func (x *running) pipe() (*os.File, int, error) {
 	var p [2]int
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
-		return nil, -1, fmt.Errorf("call: pipe: %w", err)
+		return nil, -1, fmt.Errorf("pipe: %w", err)
 	}
 	x.mine = append(x.mine, p[1])
 	err := unix.Fchown(p[1], int(x.g.uid), int(x.g.uid))
@@ -434,36 +494,43 @@ func (x *running) pipe() (*os.File, int, error) {
 	}
 	if err != nil {
 		unix.Close(p[0])
-		return nil, -1, fmt.Errorf("call: pipe: %w", err)
+		return nil, -1, fmt.Errorf("pipe: %w", err)
 	}
 	return os.NewFile(uintptr(p[0]), "output"), p[1], nil
 }
 
 // memory is a sealed memory file with the octets, to be read from its beginning.
 func memory(data []byte) (int, error) {
+	fd, err := newMemory()
+	if err != nil {
+		return -1, err
+	}
+	if err := sealWith(fd, data); err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+func newMemory() (int, error) {
 	flags := unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("stdin", flags|unix.MFD_NOEXEC_SEAL)
 	if err == unix.EINVAL { // before 6.3
 		fd, err = unix.MemfdCreate("stdin", flags)
 	}
-	if err != nil {
-		return -1, err
-	}
-	for at := 0; at < len(data) && err == nil; {
-		var n int
-		if n, err = unix.Pwrite(fd, data[at:], int64(at)); err == unix.EINTR {
-			err = nil
+	return fd, err
+}
+
+// sealWith writes the octets and seals the file.
+func sealWith(fd int, data []byte) error {
+	for at := 0; at < len(data); {
+		n, err := unix.Pwrite(fd, data[at:], int64(at))
+		if err != nil && err != unix.EINTR {
+			return err
 		}
 		at += max(n, 0)
 	}
-	if err == nil {
-		err = memfile.Seal(uintptr(fd))
-	}
-	if err != nil {
-		unix.Close(fd)
-		return -1, err
-	}
-	return fd, nil
+	return memfile.Seal(uintptr(fd))
 }
 
 // callHead is the head of the message to the calls' parent (init/src/call.c).
@@ -472,7 +539,10 @@ func (x *running) message() []byte {
 	b := make([]byte, 0, 4096)
 	flags := uint32(0)
 	if r.Pooled {
-		flags = 1
+		flags |= callPooled
+	}
+	if x.mark >= 0 {
+		flags |= callHeld
 	}
 	for _, v := range []uint32{flags, x.g.uid, uint32(len(r.Argv)), uint32(len(r.Env)), uint32(len(x.g.tasks)), uint32(r.NoFile)} {
 		b = binary.LittleEndian.AppendUint32(b, v)
@@ -489,15 +559,23 @@ func (x *running) message() []byte {
 	return b
 }
 
+const (
+	callPooled = 1
+	callHeld   = 2
+)
+
 // start sends the call to the parent of its environment.
-func (x *running) start(ctx context.Context, ns *netns) error {
-	fds := append([]int{x.far, x.disk, ns.fd, x.in, x.stdout, x.stderr, x.g.group, x.g.stat}, x.g.tasks...)
+func (x *running) start(ctx context.Context) error {
+	fds := append([]int{x.far, x.disk, x.ns.fd, x.in, x.stdout, x.stderr, x.g.group, x.g.stat}, x.g.tasks...)
 	if x.r.Pooled {
 		user, err := x.g.userns()
 		if err != nil {
 			return err
 		}
 		fds = append(fds, user)
+	}
+	if x.mark >= 0 {
+		fds = append(fds, x.mark)
 	}
 	if err := x.c.roots.send(ctx, x.r, x.message(), fds); err != nil {
 		return err
@@ -521,30 +599,36 @@ const (
 
 var callStages = [...]string{"", "make its processes", "enter its network", "make its mounts", "take its user", "enter its groups", "confine it", "execute"}
 
-// wait waits for the end. clean: nothing of the call runs any more.
-func (x *running) wait(ctx context.Context) (end *CallEnd, clean bool, err error) {
+// wait waits for the end, after which x.clean tells whether nothing of the call runs any more.
+func (x *running) wait(ctx context.Context) (*CallEnd, error) {
 	var told sync.Once
 	kill := func() { told.Do(func() { x.ctl.Write([]byte{1}) }) }
 	stop := context.AfterFunc(ctx, kill)
 	defer stop()
-	end = &CallEnd{}
+	end := &CallEnd{}
 	var readers sync.WaitGroup
 	var over [2]bool
 	if x.out != nil {
 		readers.Go(func() { end.Stdout, over[0] = drain(x.out, x.r.Output, kill) })
 	}
 	readers.Go(func() { end.Stderr, over[1] = drain(x.err, x.r.Output, kill) })
-	x.ctl.SetReadDeadline(time.Now().Add(x.r.Wall + callSlack))
-	var buf [reportSize + 1]byte
-	n, err := x.ctl.Read(buf[:])
-	if err != nil || n != reportSize {
+	report, err := x.early, error(nil)
+	if report == nil {
+		x.ctl.SetReadDeadline(time.Now().Add(x.r.Wall + callSlack))
+		report, err = x.hear()
+		for err == nil && len(report) == 1 { // that it was ready, which nobody waited for
+			report, err = x.hear()
+		}
+	}
+	if err != nil || len(report) != reportSize {
 		// Process 1 is gone, or something does not die (a read from a store may be under way). The group is never used again.
-		x.c.k.log.Warn("call without a report", "group", x.g.name, "octets", n, "err", err)
+		x.c.k.log.Warn("call without a report", "group", x.g.name, "octets", len(report), "err", err)
 		x.g.kill()
 		x.closeStreams()
 		readers.Wait()
-		return nil, false, fmt.Errorf("call: its process 1 tells nothing (%v): %w", err, sandbox.ErrLost)
+		return nil, fmt.Errorf("its process 1 tells nothing (%v): %w", err, sandbox.ErrLost)
 	}
+	x.clean = true
 	at := time.Now().Add(callSlack)
 	for _, f := range []*os.File{x.out, x.err} {
 		if f != nil {
@@ -553,16 +637,23 @@ func (x *running) wait(ctx context.Context) (end *CallEnd, clean bool, err error
 	}
 	readers.Wait()
 	if err := ctx.Err(); err != nil {
-		return nil, true, fmt.Errorf("call: %w", err)
+		return nil, fmt.Errorf("%w", err)
 	}
-	x.ended = binary.LittleEndian.Uint64(buf[reportEnded:])
-	if err := end.decode(buf[:n]); err != nil {
-		return nil, true, err
+	x.ended = binary.LittleEndian.Uint64(report[reportEnded:])
+	if err := end.decode(report); err != nil {
+		return nil, err
 	}
 	end.StdoutCut, end.StderrCut = over[0], over[1]
 	end.OutputOver = over[0] || over[1]
 	x.g.figures(end)
-	return end, true, nil
+	return end, nil
+}
+
+// hear reads one message of process 1.
+func (x *running) hear() ([]byte, error) {
+	buf := make([]byte, reportSize+1)
+	n, err := x.ctl.Read(buf)
+	return buf[:max(n, 0)], err
 }
 
 func (x *running) closeStreams() {
@@ -628,7 +719,7 @@ func (e *CallEnd) decode(b []byte) error {
 		}
 		e.NotBegun = errno.Error()
 		if errno == unix.ENOMEM || errno == unix.EAGAIN {
-			return fmt.Errorf("call: execute: %w: %w", errno, sandbox.ErrLost)
+			return fmt.Errorf("execute: %w: %w", errno, sandbox.ErrLost)
 		}
 		return nil
 	}
@@ -637,7 +728,7 @@ func (e *CallEnd) decode(b []byte) error {
 		if int(stage) < len(callStages) {
 			what = callStages[stage]
 		}
-		return fmt.Errorf("call: %s: %w: %w", what, errno, sandbox.ErrLost)
+		return fmt.Errorf("%s: %w: %w", what, errno, sandbox.ErrLost)
 	}
 	if status.Signaled() {
 		e.Signal = int(status.Signal())

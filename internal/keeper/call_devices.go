@@ -24,16 +24,16 @@ func inDev(node string) string {
 // checkDevices refuses what can't be a list of the host's character devices. Whether they are there shows when they are needed.
 func checkDevices(nodes []string) error {
 	if len(nodes) > maxCallDevices {
-		return fmt.Errorf("call: %d devices, at most %d: %w", len(nodes), maxCallDevices, sandbox.ErrInvalid)
+		return fmt.Errorf("%d devices, at most %d: %w", len(nodes), maxCallDevices, sandbox.ErrInvalid)
 	}
 	seen := map[string]bool{}
 	for _, n := range nodes {
 		at := inDev(n)
 		switch {
 		case !filepath.IsAbs(n) || filepath.Clean(n) != n || strings.ContainsRune(n, 0) || at == "." || at == "/" || len(n) > 200:
-			return fmt.Errorf("call: device %.200q: want the clean absolute path of a device: %w", n, sandbox.ErrInvalid)
+			return fmt.Errorf("device %.200q: want the clean absolute path of a device: %w", n, sandbox.ErrInvalid)
 		case seen[at]:
-			return fmt.Errorf("call: two devices would be /dev/%s: %w", at, sandbox.ErrInvalid)
+			return fmt.Errorf("two devices would be /dev/%s: %w", at, sandbox.ErrInvalid)
 		}
 		seen[at] = true
 	}

@@ -39,8 +39,8 @@ func makeDisk(size, inodes int64, uid int) (int, error) {
 	return fd, nil
 }
 
-// lay writes the files of a call. Nothing of it runs yet, so what is in the way is a file of the same request.
-func (x *running) lay(fds []int) error {
+// lay writes those files of a call that are meant. Nothing of its program runs yet, so what is in the way is a file of the same request.
+func (x *running) lay(fds []int, meant func(path string) bool) error {
 	if len(x.r.Files) == 0 {
 		return nil
 	}
@@ -65,26 +65,34 @@ func (x *running) lay(fds []int) error {
 		if f.FD {
 			from, fds = fds[0], fds[1:]
 		}
+		if !meant(f.Path) {
+			continue
+		}
 		err := folder(path.Dir(f.Path))
 		if err == nil {
 			err = x.layOne(f, from)
 		}
 		switch {
 		case errors.Is(err, unix.ENOSPC):
-			return fmt.Errorf("call: lay %.80q: the files are more than the call's limits of disk and files: %w", f.Path, sandbox.ErrInvalid)
+			return fmt.Errorf("lay %.80q: the files are more than the call's limits of disk and files: %w", f.Path, sandbox.ErrInvalid)
 		case errors.Is(err, unix.EEXIST), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ENAMETOOLONG):
-			return fmt.Errorf("call: lay %.80q: %w: %w", f.Path, err, sandbox.ErrInvalid)
+			return fmt.Errorf("lay %.80q: %w: %w", f.Path, err, sandbox.ErrInvalid)
 		case err != nil:
-			return fmt.Errorf("call: lay %.80q: %w", f.Path, err)
+			return fmt.Errorf("lay %.80q: %w", f.Path, err)
 		}
 	}
 	return nil
 }
 
 func (x *running) layOne(f CallFile, from int) error {
-	fd, err := unix.Openat(x.disk, "work/"+f.Path, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o644)
-	if err != nil {
-		return err
+	fd := x.source
+	if fd < 0 || f.Path != x.r.Hold {
+		var err error
+		if fd, err = x.newFile(f.Path); err != nil {
+			return err
+		}
+	} else {
+		x.source = -1
 	}
 	defer unix.Close(fd)
 	for data := f.Data; len(data) > 0; {
@@ -95,17 +103,8 @@ func (x *running) layOne(f CallFile, from int) error {
 		data = data[max(n, 0):]
 	}
 	if from >= 0 {
-		for at := int64(0); ; {
-			n, err := unix.Sendfile(fd, from, &at, 1<<20)
-			if err == unix.EINTR {
-				continue
-			}
-			if err != nil {
-				return err
-			}
-			if n == 0 {
-				break
-			}
+		if err := copyFile(fd, from); err != nil {
+			return err
 		}
 	}
 	if f.Exec {
@@ -114,6 +113,27 @@ func (x *running) layOne(f CallFile, from int) error {
 		}
 	}
 	return unix.Fchown(fd, int(x.g.uid), int(x.g.uid))
+}
+
+func (x *running) newFile(path string) (int, error) {
+	return unix.Openat(x.disk, "work/"+path, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o644)
+}
+
+// copyFile writes a file's octets to another, empty one, whose offset stays at its beginning.
+func copyFile(to, from int) error {
+	for at := int64(0); ; {
+		n, err := unix.Sendfile(to, from, &at, 1<<20)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if n == 0 {
+			_, err := unix.Seek(to, 0, unix.SEEK_SET)
+			return err
+		}
+	}
 }
 
 // copyOut reads what the call asked for. Nothing of it runs any more, so nothing moves.

@@ -66,7 +66,7 @@ func (p *callGroups) take(r *Call) (*callGroup, error) {
 		} else if p.next++; n >= CallUIDs {
 			p.next--
 			p.mu.Unlock()
-			return nil, fmt.Errorf("call: %d run at once: %w", CallUIDs, sandbox.ErrExhausted)
+			return nil, fmt.Errorf("%d run at once: %w", CallUIDs, sandbox.ErrExhausted)
 		}
 		g = &callGroup{k: p.k, n: n, name: "fncall-" + strconv.Itoa(n), group: -1, stat: -1, oom: -1, pids: -1, peak: -1, usage: -1, user: -1}
 	}
@@ -74,7 +74,7 @@ func (p *callGroups) take(r *Call) (*callGroup, error) {
 	err := g.ready(r)
 	if err != nil {
 		p.give(g, false)
-		return nil, fmt.Errorf("call: groups: %w", err)
+		return nil, fmt.Errorf("groups: %w", err)
 	}
 	return g, nil
 }
@@ -281,7 +281,7 @@ func (g *callGroup) userns() (int, error) {
 	if g.user < 0 {
 		fd, err := g.k.slots.make([]syscall.SysProcIDMap{{ContainerID: inside, HostID: int(g.uid), Size: 1}})
 		if err != nil {
-			return -1, fmt.Errorf("call: user namespace: %w", err)
+			return -1, fmt.Errorf("user namespace: %w", err)
 		}
 		g.user = fd
 	}

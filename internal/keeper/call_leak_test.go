@@ -91,41 +91,61 @@ int main(void)
 `
 
 // TestCallsLeaveNothing runs a program that looks for traces of the calls before it, and leaves all kinds itself, again and again in the
-// same uids, groups and namespaces: 10,000 times in each mode in the long runs.
+// same uids, groups and namespaces: 10,000 times in each mode in the long runs. The warm ones are started ahead.
 func TestCallsLeaveNothing(t *testing.T) {
-	n := 500
+	count := map[string]int{"fresh": 500, "pooled": 500, "warm": 200} // the last come one after the other
 	if os.Getenv("DSEC_TORTURE") != "" {
-		n = 10_000
+		count = map[string]int{"fresh": 10_000, "pooled": 10_000, "warm": 10_000}
 	}
 	h := open(t)
 	p := program(t, leaver)
-	run := func(pooled bool, n int) {
+	if err := mountFile(within(t), h.c, "leaver", layerFile(t, map[string]string{"leaver": string(p)})); err != nil {
+		t.Fatal(err)
+	}
+	run := func(mode string, n int) {
+		var ahead atomic.Int64
 		var left atomic.Int64
 		left.Store(int64(n))
 		var wg sync.WaitGroup
-		for range 4 {
+		workers := 4
+		if mode == "warm" { // one after the other, so that there is time to start them ahead
+			workers = 1
+		}
+		for range workers {
 			wg.Go(func() {
 				for left.Add(-1) >= 0 && !t.Failed() {
 					r := h.newCall("./p")
-					r.Pooled = pooled
+					r.Pooled = mode == "pooled"
 					r.Files = []CallFile{{Path: "p", Data: p, Exec: true}}
+					if mode == "warm" {
+						r = h.heldCall("cp /leaver p; chmod 755 p; rm main.sh; exec ./p")
+						r.Layers = append(r.Layers, "leaver")
+					}
 					e, _, err := h.c.Call(within(t), r)
 					if err != nil || e.Code != 0 || e.Signal != 0 || e.Leftover < 1 {
-						t.Errorf("pooled=%v, after %d calls: %v %+v %s", pooled, int64(n)-left.Load(), err, e, e.Stderr)
+						t.Errorf("%s, after %d calls: %v %+v", mode, int64(n)-left.Load(), err, e)
 						return
+					}
+					if e.Ahead {
+						ahead.Add(1)
 					}
 				}
 			})
 		}
 		wg.Wait()
+		if got := ahead.Load(); mode == "warm" && n > 100 && got < int64(n)*3/4 {
+			t.Errorf("only %d of %d were started ahead", got, n)
+		}
+		h.again()
 	}
-	run(false, 40) // what is kept for the next calls is made
-	run(true, 40)
+	run("fresh", 40) // what is kept for the next calls is made
+	run("pooled", 40)
+	run("warm", 40)
 	keeper := h.c.Info().Pid
 	before := kept(t, h, keeper)
-	for _, pooled := range []bool{false, true} {
-		run(pooled, n)
-		t.Logf("pooled=%v: %d calls", pooled, n)
+	for mode, n := range count {
+		run(mode, n)
+		t.Logf("%s: %d calls", mode, n)
 	}
 	// On the host there is nothing either: no process of a call, no object of its namespaces, and in the keeper no more than before.
 	for end := time.Now().Add(longest); ; time.Sleep(20 * time.Millisecond) {

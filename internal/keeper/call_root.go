@@ -90,7 +90,7 @@ func (s *callRoots) send(ctx context.Context, r *Call, message []byte, fds []int
 			return nil
 		}
 		if !again {
-			return fmt.Errorf("call: tell its environment's parent: %w: %w", err, sandbox.ErrLost)
+			return fmt.Errorf("tell its environment's parent: %w: %w", err, sandbox.ErrLost)
 		}
 		s.k.log.Warn("call: the parent of an environment died", "err", err)
 	}
@@ -119,7 +119,7 @@ func (s *callRoots) get(ctx context.Context, key [32]byte, r *Call) (*callRoot, 
 	case <-root.ready:
 	case <-ctx.Done():
 		s.release(root)
-		return nil, fmt.Errorf("call: wait for its environment: %w", ctx.Err())
+		return nil, fmt.Errorf("wait for its environment: %w", ctx.Err())
 	}
 	if root.err != nil {
 		err := root.err
@@ -196,11 +196,11 @@ func (r *callRoot) end() {
 func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err error) {
 	s.program.Do(func() { s.program.f, s.program.err = initproc.OpenCalls() })
 	if s.program.err != nil {
-		return fmt.Errorf("call: %w", s.program.err)
+		return fmt.Errorf("%w", s.program.err)
 	}
 	mnt, err := s.k.composeCall(root.layers)
 	if err != nil {
-		return fmt.Errorf("call: compose the environment: %w", err)
+		return fmt.Errorf("compose the environment: %w", err)
 	}
 	defer unix.Close(mnt)
 	var dev int
@@ -210,12 +210,12 @@ func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err e
 		dev, err = clonePlain(s.k.tmpl.dev)
 	}
 	if err != nil {
-		return fmt.Errorf("call: /dev: %w", err)
+		return fmt.Errorf("/dev: %w", err)
 	}
 	defer unix.Close(dev)
 	p, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("call: %w", err)
+		return fmt.Errorf("%w", err)
 	}
 	unix.SetsockoptInt(p[0], unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<20)
 	null := uintptr(s.k.tmpl.null)
@@ -224,7 +224,7 @@ func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err e
 	unix.Close(p[1])
 	if err != nil {
 		unix.Close(p[0])
-		return fmt.Errorf("call: start the environment's parent: %w", err)
+		return fmt.Errorf("start the environment's parent: %w", err)
 	}
 	defer func() {
 		if err != nil {
@@ -238,7 +238,7 @@ func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err e
 	unix.SetsockoptTimeval(p[0], unix.SOL_SOCKET, unix.SO_SNDTIMEO, &tv)
 	// An octet stands before the filter, so that the message is never empty.
 	if err := unix.Sendmsg(p[0], append([]byte{0}, filter...), unix.UnixRights(mnt, dev), nil, unix.MSG_NOSIGNAL); err != nil {
-		return fmt.Errorf("call: tell the environment's parent: %w", err)
+		return fmt.Errorf("tell the environment's parent: %w", err)
 	}
 	var buf [reportSize + 1]byte
 	n, err := unix.Read(p[0], buf[:])
@@ -246,10 +246,10 @@ func (s *callRoots) open(root *callRoot, filter []byte, devices []string) (err e
 		n, err = unix.Read(p[0], buf[:])
 	}
 	if err != nil || n != reportSize {
-		return fmt.Errorf("call: the environment's parent says %d octets: %w", n, errors.Join(err, sandbox.ErrLost))
+		return fmt.Errorf("the environment's parent says %d octets: %w", n, errors.Join(err, sandbox.ErrLost))
 	}
 	if stage := binary.LittleEndian.Uint32(buf[:]); stage != 0 {
-		return fmt.Errorf("call: enter the environment: %w", unix.Errno(binary.LittleEndian.Uint32(buf[4:])))
+		return fmt.Errorf("enter the environment: %w", unix.Errno(binary.LittleEndian.Uint32(buf[4:])))
 	}
 	root.fd, root.pid = p[0], pid
 	return nil

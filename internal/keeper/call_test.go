@@ -304,18 +304,24 @@ func tiny(t testing.TB) []byte {
 	return p
 }
 
+// fakeDevice is /dev/zero or, as gpu1, /dev/full under another name.
+func fakeDevice(t *testing.T, name string) string {
+	t.Helper()
+	p, minor := filepath.Join(t.TempDir(), name), uint32(5)
+	if name == "gpu1" {
+		minor = 7
+	}
+	if err := unix.Mknod(p, unix.S_IFCHR|0o600, int(unix.Mkdev(1, minor))); err != nil {
+		t.Skipf("can't make a device: %v", err)
+	}
+	return p
+}
+
 // A call finds the devices that it is given, and no other call does: neither one without nor one of another device, in either mode.
 func TestCallDevices(t *testing.T) {
 	h := open(t)
 	dir := t.TempDir()
-	node := func(name string, minor uint32) string {
-		p := filepath.Join(dir, name)
-		if err := unix.Mknod(p, unix.S_IFCHR|0o600, int(unix.Mkdev(1, minor))); err != nil {
-			t.Skipf("can't make a device: %v", err)
-		}
-		return p
-	}
-	zero, full := node("gpu0", 5), node("gpu1", 7) // as fakes: they answer alike at a read, and otherwise at a write
+	zero, full := fakeDevice(t, "gpu0"), fakeDevice(t, "gpu1") // they answer alike at a read, and otherwise at a write
 	run := func(pooled bool, script string, devices ...string) string {
 		t.Helper()
 		r := h.newCall("sh", "-c", script)

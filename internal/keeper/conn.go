@@ -56,6 +56,7 @@ const (
 	opCall
 	opCallPair
 	opReserve
+	opStandbys
 )
 
 // Events.

@@ -118,6 +118,7 @@ func (l *layers) has(id string) bool {
 func (k *Keeper) unmountLayer(id string) error {
 	err := k.layers.unmount(id)
 	closeAll(k.lowers.drop(id))
+	k.calls.standbys.dropLayer(id)
 	k.calls.roots.dropLayer(id)
 	return err
 }

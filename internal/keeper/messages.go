@@ -63,6 +63,8 @@ type (
 		Cause sandbox.Cause
 	}
 
+	standbysResponse struct{ N int }
+
 	outputEvent struct {
 		Box    sandbox.ID
 		Cmd    string

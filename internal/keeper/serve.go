@@ -95,6 +95,7 @@ func (l *link) end() {
 
 func (l *link) read() {
 	defer l.work.Done()
+	defer l.k.calls.standbys.drop(func(*standbyKind) bool { return true })
 	defer l.k.host.Add(-1)
 	defer l.c.drop()
 	defer l.cancel()
@@ -261,6 +262,8 @@ func (l *link) handle(ctx context.Context, f frame) (resp any, fds []int, err er
 			return nil, nil, err
 		}
 		return end, fds, nil
+	case opStandbys:
+		return &standbysResponse{k.calls.standbys.count()}, nil, nil
 	case opShutdown:
 		k.stop()
 		return nil, nil, nil

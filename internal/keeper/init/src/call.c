@@ -13,6 +13,10 @@
 //  - The program's process shares process 1's memory until its exec (CLONE_VM|CLONE_VFORK), and its descriptors until the filter is
 //    there: so the listener of refused calls needs no way back. It keeps 0, 1 and 2 alone.
 //  - Process 1 ends with its stream, the parent with its own: then everything ends.
+//
+// A call may be made ahead of its program: the file that its command opens is held by a mark of fanotify, so the command, an interpreter
+// as a rule, starts, opens it, and sleeps in that call. Process 1 tells so, and lets it go on when the keeper has laid the program and says
+// the limits of time, which count from there.
 #include <asm/errno.h>
 #include <asm/ioctl.h>
 #include <asm/resource.h>
@@ -21,6 +25,7 @@
 #include <linux/audit.h>
 #include <linux/capability.h>
 #include <linux/close_range.h>
+#include <linux/fanotify.h>
 #include <linux/fcntl.h>
 #include <linux/mount.h>
 #include <linux/prctl.h>
@@ -44,12 +49,13 @@ typedef int i32;
 #define WALL 0x40000000 // __WALL
 #define MAX_EVENTS 8
 #define MAX_FILTER 4096
+#define CHECK 50000000ul // ns between two looks at the CPU time, at the most
 
 // What a failure before the exec was about.
 enum { S_NONE, S_CLONE, S_NETWORK, S_MOUNT, S_USER, S_GROUP, S_CONFINE, S_EXEC };
 
 // Flags of a call, and of a report.
-enum { CALL_POOLED = 1 };
+enum { CALL_POOLED = 1, CALL_HELD = 2 };
 enum { R_WALL = 1, R_CPU = 2, R_FILTER = 4, R_TOLD = 8 };
 
 void *memcpy(void *d, const void *s, u64 n)
@@ -87,10 +93,11 @@ static struct head {
 	u32 argc, envc;
 	u32 tasks;      // descriptors of v1 groups to join
 	u32 nofile;
-	u64 cpu, wall;  // ns
+	u64 cpu, wall;  // ns; of a held one they come later
 	u64 fsize, stack, memlock;
 } *head;
-enum { F_CTL, F_DISK, F_NET, F_IN, F_OUT, F_ERR, F_GROUP, F_STAT, F_TASKS }; // then the groups, then the user namespace if pooled
+enum { F_CTL, F_DISK, F_NET, F_IN, F_OUT, F_ERR, F_GROUP, F_STAT, F_TASKS };
+// Then the groups, then the user namespace if pooled, then the mark on the file that is held.
 
 static u8 message[MAX_MESSAGE + 1];
 static u64 message_len;
@@ -433,10 +440,31 @@ static int refused(void)
 	return 0;
 }
 
+// let_go answers the open that waits for the held file, and takes the mark away, so that nobody waits for that file again. The mark's group
+// is closed with everything else: that takes long.
+static i64 let_go(int mark)
+{
+	struct fanotify_event_metadata e;
+	i64 r;
+	if ((r = sys5(__NR_fanotify_mark, mark, FAN_MARK_FLUSH, 0, AT_FDCWD, NULL)) < 0 || (r = sys3(__NR_read, mark, &e, sizeof e)) < 0)
+		return r;
+	struct fanotify_response a = {.fd = e.fd, .response = FAN_ALLOW};
+	r = sys3(__NR_write, mark, &a, sizeof a);
+	sys1(__NR_close, e.fd);
+	return r;
+}
+
+// first_check is when the CPU time is looked at first.
+static u64 first_check(void)
+{
+	u64 soon = head->cpu / cpus;
+	return began + (soon < CHECK ? soon : CHECK);
+}
+
 static void call(void) __attribute__((noreturn));
 static void call(void)
 {
-	int ctl = fds[F_CTL], stat = fds[F_STAT];
+	int ctl = fds[F_CTL], stat = fds[F_STAT], held = head->flags & CALL_HELD ? fds[nfds - 1] : -1, waited = held;
 	i64 r;
 	struct { u64 h, f, rr, m; } dfl = {0};
 	sys4(__NR_rt_sigaction, SIGCHLD, &dfl, NULL, 8);
@@ -484,11 +512,9 @@ static void call(void)
 	for (int i = 0; i < 3; i++)
 		sys1(__NR_close, i);
 	for (u32 i = 0; i < nfds; i++)
-		if (fds[i] != ctl && fds[i] != stat)
+		if (fds[i] != ctl && fds[i] != stat && fds[i] != held)
 			sys1(__NR_close, fds[i]);
-	u64 own = own_cpu(), next = began + head->cpu / cpus, most = 50000000;
-	if (next > began + most)
-		next = began + most;
+	u64 own = own_cpu(), next = first_check();
 	for (int over = 0; !over;) {
 		u64 t = now(), due = began + head->wall;
 		if (next < due)
@@ -498,8 +524,8 @@ static void call(void)
 			wait.s = (i64)((due - t) / 1000000000);
 			wait.ns = (i64)((due - t) % 1000000000);
 		}
-		struct pollfd p[3] = {{sfd, 1, 0}, {ctl, 1, 0}, {listener, 1, 0}};
-		r = sys5(__NR_ppoll, p, listener < 0 ? 2 : 3, &wait, NULL, 8);
+		struct pollfd p[4] = {{sfd, 1, 0}, {ctl, 1, 0}, {listener, 1, 0}, {waited, 1, 0}}; // those below 0 are none
+		r = sys5(__NR_ppoll, p, 4, held < 0 ? &wait : NULL, NULL, 8);
 		if (r < 0 && r != -EINTR)
 			die(1);
 		t = now();
@@ -524,11 +550,28 @@ static void call(void)
 				break;
 		}
 		if (p[1].revents) {
-			u8 c;
-			if (sys3(__NR_read, ctl, &c, 1) != 1)
+			u64 go[2]; // the limits of time; or one octet to end
+			r = sys3(__NR_read, ctl, go, sizeof go);
+			if (r == sizeof go && held >= 0) {
+				head->cpu = go[0];
+				head->wall = go[1];
+				base = group_cpu(stat);
+				own = own_cpu();
+				began = now();
+				next = first_check();
+				if (let_go(held) < 0)
+					die(1);
+				held = -1;
+				continue;
+			}
+			if (r != 1)
 				die(0); // the keeper is gone
 			report.flags |= R_TOLD;
 			over = 1;
+		}
+		if (p[3].revents) {
+			waited = -1;
+			sys6(__NR_sendto, ctl, (long)"r", 1, 0x4000 /* MSG_NOSIGNAL */, 0, 0);
 		}
 		if (p[2].revents & 1) {
 			if (refused()) {
@@ -539,6 +582,8 @@ static void call(void)
 			listener = -1;
 		if (over)
 			break;
+		if (held >= 0)
+			continue;
 		if (t >= began + head->wall) {
 			report.flags |= R_WALL;
 			over = 1;
@@ -553,7 +598,7 @@ static void call(void)
 				u64 left = (head->cpu - used) / cpus;
 				if (left < 1000000)
 					left = 1000000;
-				next = t + (left > most ? most : left);
+				next = t + (left > CHECK ? CHECK : left);
 			}
 		}
 	}
@@ -635,7 +680,7 @@ void entry(long *sp)
 		n = receive();
 		if (n <= 0)
 			die(0);
-		if ((u64)n < sizeof *head || head->tasks > 4 || nfds != F_TASKS + head->tasks + (head->flags & CALL_POOLED ? 1 : 0)) {
+		if ((u64)n < sizeof *head || head->tasks > 4 || nfds != F_TASKS + head->tasks + !!(head->flags & CALL_POOLED) + !!(head->flags & CALL_HELD)) {
 			if (nfds) { // a slip of the keeper's
 				memset(&report, 0, sizeof report);
 				report.stage = S_CLONE;
