@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 func TestConformance(t *testing.T) {
 	e := vmtest.New(t).Suite()
 	if os.Getenv("DSEC_TORTURE") == "" {
-		e.Parts = []string{"session", "port", "snapshot", "recovery", "layers"}
+		e.Parts = []string{"session", "port", "snapshot", "recovery"}
 	}
 	sandboxtest.Run(t, e)
 }
