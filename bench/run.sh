@@ -14,7 +14,10 @@ case "$what" in
     args=(-base "$base")
     scripts/bench_wheels.sh bin/bench-wheels && args+=(-wheels bin/bench-wheels) || echo "# no wheels: files are edited instead" >&2 ;;
   images) scripts/deps.sh mmdebstrap:mmdebstrap; args=() ;;
-  vm) scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mkfs.ext4:e2fsprogs; args=(${n:+-clones "$n"}) ;;
+  vm) scripts/deps.sh qemu-system-x86_64:qemu-system-x86 mkfs.ext4:e2fsprogs busybox:busybox-static
+    debian=${XDG_CACHE_HOME:-$HOME/.cache}/dsec/debian-kernel # with which the same is measured, and plain QEMU
+    env -u DSEC_GUEST_KERNEL scripts/debian-kernel.sh "$debian" >&2 || { echo "# no kernel of Debian's: nothing is measured with it" >&2; debian=; }
+    args=(${n:+-clones "$n"} ${debian:+-debian "$debian"}) ;;
   firecracker) # in a nested machine
     exec test/firecracker/run.sh -m "${MEMORY:-6000}" -b "-clones ${n:-30} ${BENCH_FLAGS:-}" ;;
   fncall) scripts/deps.sh crun:crun bwrap:bubblewrap mmdebstrap:mmdebstrap gcc:gcc # python and C++ on an environment that is made once

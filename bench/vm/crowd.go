@@ -21,19 +21,11 @@ const crowdJob = "crowd"
 // crowd makes n clones of one template that all live at once: each answers once and is paused then. Some are woken again by a command, and
 // all are stopped by one call, after which nothing of them may be left.
 func crowd(ctx context.Context, prefix string, n, wakes int) (err error) {
-	s, end, err := server(ctx, "")
+	s, end, err := warm(ctx, "crowd", "")
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, end()) }()
-	b, took, err := first(ctx, s)
-	if err != nil {
-		return err
-	}
-	measure.Note("crowd: the first sandbox, with its template, took %.2f s", took.Seconds())
-	if err := b.Stop(ctx); err != nil {
-		return err
-	}
 	free := available()
 	answers := &measure.Sample{}
 	boxes := make([]*client.Sandbox, 0, n)
@@ -49,7 +41,7 @@ func crowd(ctx context.Context, prefix string, n, wakes int) (err error) {
 			measure.Note("crowd: %d clones answered and were paused, %.0f s, %d MiB taken", len(boxes), time.Since(began).Seconds(), (free-available())>>20)
 		}
 	}
-	took = time.Since(began)
+	took := time.Since(began)
 	used := free - available()
 	list, err := s.Client.List(ctx, &dsecv1.Selector{Job: crowdJob, States: []string{"paused"}})
 	if err != nil {
@@ -72,8 +64,8 @@ func crowd(ctx context.Context, prefix string, n, wakes int) (err error) {
 	woken := &measure.Sample{}
 	for _, i := range rand.Perm(n)[:min(wakes, n)] {
 		began := time.Now()
-		if r, err := boxes[i].Exec(ctx, "/bin/echo", "awake"); err != nil || string(r.Stdout) != "awake\n" {
-			return fmt.Errorf("wake clone %d: %w", i, errors.Join(err, said(r)))
+		if err := says(ctx, boxes[i], "awake"); err != nil {
+			return fmt.Errorf("wake clone %d: %w", i, err)
 		}
 		woken.Add(time.Since(began))
 		if err := pause(ctx, s, boxes[i]); err != nil {
@@ -97,27 +89,11 @@ func crowd(ctx context.Context, prefix string, n, wakes int) (err error) {
 func member(ctx context.Context, s *measure.Server) (*client.Sandbox, time.Duration, error) {
 	o := options(s)
 	o.Job, o.Deadline = crowdJob, time.Hour
-	began := time.Now()
-	b, err := s.Client.RunContainer(ctx, o)
+	b, took, err := first(ctx, s, o)
 	if err != nil {
 		return nil, 0, err
 	}
-	r, err := b.Exec(ctx, "/bin/echo", "up")
-	if err == nil && string(r.Stdout) != "up\n" {
-		err = said(r)
-	}
-	took := time.Since(began)
-	if err == nil {
-		err = pause(ctx, s, b)
-	}
-	return b, took, err
-}
-
-func said(r *client.Result) error {
-	if r == nil {
-		return nil
-	}
-	return fmt.Errorf("a command ended as %v with %q", r.Outcome, r.Stdout)
+	return b, took, pause(ctx, s, b)
 }
 
 // left is an error that names what a server's sandboxes have left: monitors, folders of machines, control groups, taps.
@@ -142,14 +118,11 @@ func left(ctx context.Context, s *measure.Server) error {
 }
 
 func remains(dir string) (out []string) {
-	keep := func(name string) bool {
-		return strings.HasPrefix(name, "template-") || strings.HasPrefix(name, "ready-")
-	}
 	folders, _ := filepath.Glob(filepath.Join(dir, "run", "*vm-*", "*"))
 	groups, _ := filepath.Glob("/sys/fs/cgroup/dsec-*-vm*/*")
 	old, _ := filepath.Glob("/sys/fs/cgroup/memory/dsec-*-vm*/*")
 	for _, f := range slices.Concat(folders, groups, old) {
-		if st, err := os.Stat(f); err == nil && st.IsDir() && !keep(filepath.Base(f)) {
+		if st, err := os.Stat(f); err == nil && st.IsDir() && !strings.HasPrefix(filepath.Base(f), "template-") {
 			out = append(out, f)
 		}
 	}

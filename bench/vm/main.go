@@ -4,14 +4,12 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -23,25 +21,29 @@ import (
 	"github.com/dsec-dev/dsec/bench/measure"
 	"github.com/dsec-dev/dsec/client"
 	"github.com/dsec-dev/dsec/internal/backend/vm"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == vmm.ProbeArg {
+		os.Exit(vmm.ProbeMain())
+	}
 	cold := flag.Int("cold", 5, "machines that boot, one after another")
 	clones := flag.Int("clones", 20, "clones that live at once")
 	execs := flag.Int("execs", 200, "commands in an open session")
 	prefix := flag.String("prefix", "vm", "begin of the lines' names")
 	flag.StringVar(&settings, "settings", "", "more lines for [vm] of the config, separated by semicolons")
-	withPlain := flag.Bool("plain", true, "measure plain QEMU beside")
+	withPlain := flag.Bool("plain", true, "measure plain QEMU beside, where there is Debian's kernel")
 	many := flag.Int("crowd", 0, "clones of one template that live at once, each paused once it has answered; measures this alone")
 	wakes := flag.Int("wakes", 40, "clones of -crowd that are woken again")
-	flag.IntVar(&ready, "ready", 1, "machines that wait for the next create; 0: none, and vm.clone is of clones that are made on demand")
-	debian := flag.String("debian", "", "folder with Debian's kernel: measures with it, too, as PREFIX.debian")
+	flag.BoolVar(&ready, "ready", true, "a machine waits for the next create; without, vm.clone is of clones that are made on demand")
+	debian := flag.String("debian", "", "folder with Debian's kernel: measures with it, too, as PREFIX.debian, and plain QEMU with it, as PREFIX.plain")
 	flag.Float64Var(&cpus, "cpu", 0, "CPUs of each sandbox, 0 for no cap")
 	flag.Parse()
 	ctx, cancel := measure.Context()
 	defer cancel()
 	if strings.Contains(settings, "firecracker") {
-		ready = 0 // its clones are measured as they are made
+		ready = false // its clones are measured as they are made
 	}
 	if *many > 0 {
 		if err := crowd(ctx, *prefix, *many, *wakes); err != nil {
@@ -50,10 +52,14 @@ func main() {
 		}
 		return
 	}
-	err := run(ctx, *prefix, *cold, *clones, *execs, *withPlain)
+	n := counts{cold: *cold, clones: *clones, execs: *execs}
+	err := run(ctx, *prefix, n)
 	if err == nil && *debian != "" {
 		if err = os.Setenv("DSEC_GUEST_KERNEL", *debian); err == nil {
-			err = run(ctx, *prefix+".debian", *cold, *clones, *execs, *withPlain)
+			err = run(ctx, *prefix+".debian", n)
+		}
+		if err == nil && *withPlain {
+			err = plainAll(ctx, *prefix+".plain", *debian, n)
 		}
 	}
 	if err != nil {
@@ -66,30 +72,40 @@ const memory = 128 << 20
 
 var (
 	settings string
-	ready    int
+	ready    bool
 	cpus     float64
 )
 
-func run(ctx context.Context, prefix string, cold, clones, execs int, withPlain bool) error {
-	kernel := vm.FindKernel("/var/lib/dsec")
-	if kernel == "" {
+type counts struct{ cold, clones, execs int }
+
+func run(ctx context.Context, prefix string, n counts) error {
+	if vm.FindKernel("/var/lib/dsec") == "" {
 		measure.Note("vm: no kernel for guests (make guest-kernel, or DSEC_GUEST_KERNEL): nothing to measure")
 		return nil
 	}
-	boots, err := bootAll(ctx, cold)
+	boots, err := bootAll(ctx, n.cold)
 	if err != nil {
 		return err
 	}
 	measure.Print(prefix+".cold", boots.Percentile(50).Seconds(), "s")
-	if withPlain {
-		plain, err := plainAll(ctx, kernel, cold)
-		if err != nil {
-			return err
-		}
-		measure.Print(prefix+".plain.cold", plain.Percentile(50).Seconds(), "s")
-		measure.Print("ratio."+prefix+".cold_vs_plain", boots.Percentile(50).Seconds()/plain.Percentile(50).Seconds(), "x")
+	return cloneAll(ctx, prefix, boots, n)
+}
+
+// warm starts a server and has it make its template; what names the measurement in the remark on that.
+func warm(ctx context.Context, what, more string) (s *measure.Server, end func() error, err error) {
+	s, end, err = server(ctx, more)
+	if err != nil {
+		return nil, nil, err
 	}
-	return cloneAll(ctx, prefix, boots, clones, execs)
+	b, took, err := first(ctx, s, options(s))
+	if err == nil {
+		measure.Note("%s: the first sandbox, with its template, took %.2f s", what, took.Seconds())
+		err = b.Stop(ctx)
+	}
+	if err != nil {
+		return nil, nil, errors.Join(err, end())
+	}
+	return s, end, nil
 }
 
 // server starts one with more lines of [vm].
@@ -129,21 +145,25 @@ func options(s *measure.Server) client.Options {
 }
 
 // first makes a sandbox and runs a command in it.
-func first(ctx context.Context, s *measure.Server) (*client.Sandbox, time.Duration, error) {
+func first(ctx context.Context, s *measure.Server, o client.Options) (*client.Sandbox, time.Duration, error) {
 	began := time.Now()
-	b, err := s.Client.RunContainer(ctx, options(s))
+	b, err := s.Client.RunContainer(ctx, o)
 	if err != nil {
 		return nil, 0, err
 	}
-	r, err := b.Exec(ctx, "/bin/echo", "up")
-	if err == nil && string(r.Stdout) != "up\n" {
-		err = fmt.Errorf("a command gave %q", r.Stdout)
-	}
-	took := time.Since(began)
-	if err != nil {
+	if err := says(ctx, b, "up"); err != nil {
 		return nil, 0, errors.Join(err, b.Stop(ctx))
 	}
-	return b, took, nil
+	return b, time.Since(began), nil
+}
+
+// says has a sandbox echo a word.
+func says(ctx context.Context, b *client.Sandbox, word string) error {
+	r, err := b.Exec(ctx, "/bin/echo", word)
+	if err == nil && string(r.Stdout) != word+"\n" {
+		err = fmt.Errorf("a command ended as %v with %q", r.Outcome, r.Stdout)
+	}
+	return err
 }
 
 // bootAll makes sandboxes whose machines boot.
@@ -155,7 +175,7 @@ func bootAll(ctx context.Context, n int) (out *measure.Sample, err error) {
 	defer func() { err = errors.Join(err, end()) }()
 	out = &measure.Sample{}
 	for i := range n + 1 {
-		b, took, err := first(ctx, s)
+		b, took, err := first(ctx, s, options(s))
 		if err != nil {
 			return nil, err
 		}
@@ -169,123 +189,76 @@ func bootAll(ctx context.Context, n int) (out *measure.Sample, err error) {
 	return out, nil
 }
 
-// plainAll boots the same kernel in plain QEMU, with a shell as process 1 that says when it is up. It mounts nothing and is no sandbox.
-func plainAll(ctx context.Context, kernel string, n int) (*measure.Sample, error) {
-	dir, err := os.MkdirTemp("", "dsec-bench-plain-")
-	if err != nil {
-		return nil, err
-	}
-	defer os.RemoveAll(dir)
-	initrd := filepath.Join(dir, "initrd")
-	script := "set -e; cd " + dir + "; mkdir -p r/bin r/dev; cp $(command -v busybox) r/bin/busybox; printf '#!/bin/busybox sh\\n/bin/busybox echo dsec-plain-up\\n/bin/busybox poweroff -f\\n' > r/init; chmod 755 r/init; mknod r/dev/console c 5 1; cd r; find . | busybox cpio -o -H newc > " + initrd
-	if out, err := exec.CommandContext(ctx, "sh", "-c", script).CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("make an initramfs: %w: %s", err, out)
-	}
-	image := filepath.Join(kernel, "vmlinux")
-	if _, err := os.Stat(image); err != nil {
-		image = filepath.Join(kernel, "vmlinuz")
-	}
-	out := &measure.Sample{}
-	for range n {
-		took, err := plain(ctx, image, initrd)
-		if err != nil {
-			return nil, err
-		}
-		out.Add(took)
-	}
-	return out, nil
-}
-
-func plain(ctx context.Context, image, initrd string) (time.Duration, error) {
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
-	defer cancel()
-	began := time.Now()
-	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", "-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults", "-display", "none", "-no-reboot",
-		"-serial", "stdio", "-kernel", image, "-initrd", initrd, "-append", "console=ttyS0 quiet panic=-1")
-	pipe, err := cmd.StdoutPipe()
-	if err != nil {
-		return 0, err
-	}
-	if err := cmd.Start(); err != nil {
-		return 0, fmt.Errorf("plain QEMU: %w", err)
-	}
-	defer cmd.Wait()
-	defer cmd.Process.Kill()
-	for s := bufio.NewScanner(pipe); s.Scan(); {
-		if strings.Contains(s.Text(), "dsec-plain-up") {
-			return time.Since(began), nil
-		}
-	}
-	return 0, errors.New("plain QEMU ended before its guest was up")
-}
-
 // cloneAll makes clones that stay, and measures what they cost.
-func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n, execs int) (err error) {
-	if ready > 0 {
-		if err := made(ctx, prefix, cold, min(n, 10)); err != nil {
+func cloneAll(ctx context.Context, prefix string, cold *measure.Sample, n counts) (err error) {
+	more := ""
+	if ready {
+		if err := made(ctx, prefix, cold, min(n.clones, 10)); err != nil {
 			return err
 		}
+		more = "ready = 1"
 	}
-	s, end, err := server(ctx, fmt.Sprintf("ready = %d", ready))
+	s, end, err := warm(ctx, "vm", more)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, end()) }()
-	b, took, err := first(ctx, s)
-	if err != nil {
-		return err
-	}
-	measure.Note("vm: the first sandbox, with its template, took %.2f s", took.Seconds())
-	if err := b.Stop(ctx); err != nil {
-		return err
-	}
-	clones := &measure.Sample{}
+	clones, filled := &measure.Sample{}, &measure.Sample{}
 	var boxes []*client.Sandbox
 	defer func() {
 		for _, b := range boxes {
 			err = errors.Join(err, b.Stop(ctx))
 		}
 	}()
-	filled := &measure.Sample{}
-	for range n {
-		took, err := fill(ctx, s, len(boxes))
-		if err != nil {
-			return err
+	var pids []int // of the clones' monitors
+	for range n.clones {
+		if ready {
+			var took time.Duration
+			// The one that waits is the next clone's; that it is made anew is not this clone's.
+			if pids, took, err = fill(ctx, s, len(boxes)); err != nil {
+				return err
+			}
+			filled.Add(took)
 		}
-		filled.Add(took)
-		b, took, err := first(ctx, s)
+		b, took, err := first(ctx, s, options(s))
 		if err != nil {
 			return err
 		}
 		boxes = append(boxes, b)
 		clones.Add(took)
 	}
-	if ready > 0 {
+	if ready {
 		// What each of these had cost before: a machine that waits is made when another one was taken.
 		measure.Print(prefix+".clone_ahead", filled.Percentile(50).Seconds(), "s")
-		if _, err := fill(ctx, s, len(boxes)); err != nil {
+		if _, _, err := fill(ctx, s, len(boxes)); err != nil {
 			return err
 		}
+	} else {
+		pids = monitors(s.Dir)
 	}
 	measure.Print(prefix+".clone", clones.Percentile(50).Seconds(), "s")
 	measure.Print(prefix+".clone_p90", clones.Percentile(90).Seconds(), "s")
 	measure.Print(prefix+".clone_over_cold", clones.Percentile(50).Seconds()/cold.Percentile(50).Seconds(), "x")
-	pids := monitors(s.Dir)
-	if len(pids) != n+ready {
-		return fmt.Errorf("%d monitors run, want %d", len(pids), n+ready)
+	if len(pids) != len(boxes) {
+		return fmt.Errorf("%d clones have %d monitors", len(boxes), len(pids))
 	}
+	rest(prefix, "clone_mem", pids)
+	if err := wake(ctx, s, prefix, boxes); err != nil {
+		return err
+	}
+	return session(ctx, prefix, boxes[0], n.execs)
+}
+
+// rest measures what machines cost that have nothing to do.
+func rest(prefix, memory string, pids []int) {
 	pss := 0.0
 	for _, pid := range pids {
 		pss += float64(memoryOf(pid)) / (1 << 20)
 	}
-	measure.Print(prefix+".clone_mem", pss/float64(len(pids)), "MiB")
+	measure.Print(prefix+"."+memory, pss/float64(len(pids)), "MiB")
 	before, at := cpuOf(pids), time.Now()
 	time.Sleep(10 * time.Second)
-	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(n), "%") // those that wait are paused
-	if err := wake(ctx, s, prefix, boxes); err != nil {
-		return err
-	}
-	return session(ctx, prefix, boxes[0], execs)
+	measure.Print(prefix+".idle_cpu", 100*(cpuOf(pids)-before).Seconds()/time.Since(at).Seconds()/float64(len(pids)), "%")
 }
 
 // made measures clones that are made when they are asked for.
@@ -297,7 +270,7 @@ func made(ctx context.Context, prefix string, cold *measure.Sample, n int) (err 
 	defer func() { err = errors.Join(err, end()) }()
 	out := &measure.Sample{}
 	for i := range n + 1 {
-		b, took, err := first(ctx, s)
+		b, took, err := first(ctx, s, options(s))
 		if err != nil {
 			return err
 		}
@@ -313,11 +286,8 @@ func made(ctx context.Context, prefix string, cold *measure.Sample, n int) (err 
 	return nil
 }
 
-// fill waits until the machines that wait are there and stand still, and returns how long that took.
-func fill(ctx context.Context, s *measure.Server, living int) (time.Duration, error) {
-	if ready == 0 {
-		return 0, nil
-	}
+// fill waits until a machine waits and stands still, and returns the monitors of the living sandboxes and of it, and how long that took.
+func fill(ctx context.Context, s *measure.Server, living int) ([]int, time.Duration, error) {
 	began := time.Now()
 	for {
 		pids := monitors(s.Dir)
@@ -330,14 +300,14 @@ func fill(ctx context.Context, s *measure.Server, living int) (time.Duration, er
 		select {
 		case <-time.After(400 * time.Millisecond):
 		case <-ctx.Done():
-			return 0, ctx.Err()
+			return nil, 0, ctx.Err()
 		}
 		// All others are idle and take less than a tick now and then.
-		if len(pids) == living+ready && !young && cpuOf(pids)-before <= 10*time.Millisecond {
-			return at, nil
+		if len(pids) == living+1 && !young && cpuOf(pids)-before <= 10*time.Millisecond {
+			return pids, at, nil
 		}
 		if time.Since(began) > 2*time.Minute {
-			return 0, fmt.Errorf("%d monitors run and %d sandboxes live: no machine waits", len(pids), living)
+			return nil, 0, fmt.Errorf("%d monitors run and %d sandboxes live: no machine waits", len(pids), living)
 		}
 	}
 }
@@ -349,7 +319,7 @@ func wake(ctx context.Context, s *measure.Server, prefix string, boxes []*client
 			return err
 		}
 		began := time.Now()
-		if _, err := b.Exec(ctx, "/bin/echo", "awake"); err != nil {
+		if err := says(ctx, b, "awake"); err != nil {
 			return err
 		}
 		woken.Add(time.Since(began))
@@ -392,7 +362,8 @@ func session(ctx context.Context, prefix string, b *client.Sandbox, n int) error
 	return nil
 }
 
-// monitors are the processes of QEMU or Firecracker whose machines have their folders below the folder.
+// monitors are the processes of QEMU or Firecracker whose machines have their folders below the folder: those of sandboxes, and of what waits
+// for one.
 func monitors(dir string) (pids []int) {
 	list, _ := os.ReadDir(filepath.Join(dir, "run"))
 	names := map[string]bool{}
