@@ -224,7 +224,7 @@ func (b *box) snapshot(ctx context.Context, key string) (layer string, existed b
 		return &dsecv1.LogRecord{Step: layer}, err
 	})
 	if err != nil {
-		return "", false, fmt.Errorf("snapshot of %s: %w", b.id, err)
+		return "", false, err
 	}
 	return r.GetStep(), existed, nil
 }

@@ -47,17 +47,21 @@ func readFolder(ctx context.Context, dir string, t *tree, upper bool) error {
 	}
 	root := os.NewFile(uintptr(fd), dir)
 	defer root.Close()
+	what := fmt.Sprintf("folder %q", dir)
+	if upper { // where it lies is the host's affair; who reads this has a sandbox
+		what = "its changes"
+	}
 	w := &walker{tree: t, ctx: ctx, upper: upper, links: map[[2]uint64]*erofs.Inode{}}
 	var st unix.Statx_t
 	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, statMask, &st); err != nil {
-		return fmt.Errorf("stat folder %q: %w", dir, err)
+		return fmt.Errorf("stat %s: %w", what, err)
 	}
 	w.mount = st.Mnt_id
 	if err := w.attributes("", fd, &st, w.root); err != nil {
-		return fmt.Errorf("folder %q: %w", dir, err)
+		return fmt.Errorf("%s: %w", what, err)
 	}
 	if err := w.folder("", root, w.root, 0); err != nil {
-		return fmt.Errorf("folder %q: %w", dir, err)
+		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil
 }

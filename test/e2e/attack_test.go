@@ -198,7 +198,7 @@ func TestBombs(t *testing.T) {
 	})
 	t.Run("memory", func(t *testing.T) {
 		sb := s.box(t, func(o *client.Options) { o.Memory = 64 << 20 })
-		r := exe(t, sb, client.Cmd{Argv: []string{"tail", "/dev/zero"}, Timeout: 30 * time.Second})
+		r := exe(t, sb, client.Cmd{Argv: []string{"tail", "/dev/zero"}, Timeout: patience})
 		if r.Outcome.Kind != "out_of_memory" {
 			t.Errorf("%s", describe(r))
 		}
@@ -225,7 +225,7 @@ func TestBombs(t *testing.T) {
 	})
 	t.Run("output", func(t *testing.T) {
 		sb := s.box(t)
-		r := exe(t, sb, client.Cmd{Argv: []string{"sh", "-c", "yes | head -c 100000000; echo done >&2"}, OutputCap: 65536, Timeout: 50 * time.Second})
+		r := exe(t, sb, client.Cmd{Argv: []string{"sh", "-c", "yes | head -c 100000000; echo done >&2"}, OutputCap: 65536, Timeout: patience})
 		if r.Outcome.Kind != "exited" || len(r.Stdout) > 65536 || string(r.Stderr) != "done\n" {
 			t.Errorf("%d octets, %s", len(r.Stdout), describeOutcome(r.Outcome))
 		}
@@ -241,7 +241,7 @@ func TestHonestToolsWork(t *testing.T) {
 	for _, user := range []string{"root", "alice"} {
 		check := func(name, script, wants string) {
 			t.Helper()
-			r := exe(t, sb, client.Cmd{User: user, Argv: []string{"bash", "-c", script}, Timeout: 60 * time.Second})
+			r := exe(t, sb, client.Cmd{User: user, Argv: []string{"bash", "-c", script}, Timeout: patience})
 			if !r.OK() || !strings.Contains(string(r.Stdout), wants) {
 				t.Errorf("%s as %s: %s", name, user, describe(r))
 			}
@@ -250,7 +250,7 @@ func TestHonestToolsWork(t *testing.T) {
 		check("gdb", "gdb -q -batch -ex starti -ex 'print $rip != 0' -ex continue --args /bin/true 2>&1", "exited normally")
 		check("gdb attaches", "sleep 30 & p=$!; gdb -q -batch -p $p -ex 'info proc' 2>&1 | grep -o \"process $p\"; kill $p; echo ended", "process ")
 		check("kill across commands", "sleep 60 & p=$!; kill -TERM $p; wait $p; echo $?", "143")
-		check("ping", "ping -c 1 -W 2 127.0.0.1", "1 received")
+		check("ping", "ping -c 1 -W 20 127.0.0.1", "1 received")
 		check("sudo", "sudo -n id -u", "0\n")
 		check("multiprocessing", `python3 -c 'import multiprocessing as m
 print(sum(m.Pool(2).map(abs, range(-5, 0))))'`, "15")
@@ -261,14 +261,14 @@ print(sum(m.Pool(2).map(abs, range(-5, 0))))'`, "15")
 		check("unlinked temporary file by descriptor", "exec 7> /tmp/u-$UID; rm /tmp/u-$UID; echo hi >&7; cat /proc/self/fd/7", "hi")
 	}
 	r := exe(t, sb, client.Cmd{Argv: []string{"bash", "-c", `set -e; cd $(mktemp -d); mkdir -p p/DEBIAN p/usr/bin; printf 'Package: probe\nVersion: 1\nArchitecture: all\nMaintainer: x <x@example.org>\nDescription: x\n' > p/DEBIAN/control
-printf '#!/bin/sh\necho installed\n' > p/usr/bin/probe; chmod 755 p/usr/bin/probe; dpkg-deb -b p probe.deb >/dev/null; dpkg -i probe.deb >/dev/null; probe; dpkg -r probe >/dev/null`}, Timeout: 60 * time.Second})
+printf '#!/bin/sh\necho installed\n' > p/usr/bin/probe; chmod 755 p/usr/bin/probe; dpkg-deb -b p probe.deb >/dev/null; dpkg -i probe.deb >/dev/null; probe; dpkg -r probe >/dev/null`}, Timeout: patience})
 	if string(r.Stdout) != "installed\n" {
 		t.Errorf("dpkg: %s", describe(r))
 	}
 	// One command's processes can be signalled and traced by another's.
 	p, err := sb.Start(within(t), client.Cmd{User: "alice", Argv: []string{"sleep", "100"}})
 	must(t, err)
-	r = exe(t, sb, client.Cmd{User: "alice", Argv: []string{"bash", "-c", "timeout 5 strace -p $(pgrep -x sleep) 2>&1 | head -1; pkill -x -USR1 sleep"}})
+	r = exe(t, sb, client.Cmd{User: "alice", Argv: []string{"bash", "-c", "timeout 20 strace -p $(pgrep -x sleep) 2>&1 | head -1; pkill -x -USR1 sleep"}})
 	if !strings.Contains(string(r.Stdout)+string(r.Stderr), "attached") {
 		t.Errorf("strace of another command: %s", describe(r))
 	}
@@ -329,7 +329,7 @@ func TestHostileImages(t *testing.T) {
 				return
 			}
 			must(t, err)
-			r := exe(t, sb, client.Cmd{User: "0:0", Argv: []string{"/bin/busybox", "sh", "-c", "echo born; cat /etc/hosts; for f in /srv/mem /srv/disk; do [ ! -e $f ] || head -c 1 $f; done; ls /dev"}, Env: map[string]string{"PATH": "/bin"}, Timeout: 30 * time.Second})
+			r := exe(t, sb, client.Cmd{User: "0:0", Argv: []string{"/bin/busybox", "sh", "-c", "echo born; cat /etc/hosts; for f in /srv/mem /srv/disk; do [ ! -e $f ] || head -c 1 $f; done; ls /dev"}, Env: map[string]string{"PATH": "/bin"}, Timeout: patience})
 			if !strings.HasPrefix(string(r.Stdout), "born\n") || strings.Contains(string(r.Stdout), "the host's") || !strings.Contains(string(r.Stdout), "urandom") {
 				t.Errorf("%s", describe(r))
 			}
@@ -337,7 +337,7 @@ func TestHostileImages(t *testing.T) {
 				t.Errorf("device nodes of an image: %s", describe(r))
 			}
 			// A name that the image fakes is refused or found inside; it never hangs.
-			if r, err := sb.Run(within(t), client.Cmd{User: "alice", Argv: []string{"/bin/busybox", "id"}, Timeout: 20 * time.Second}); err == nil {
+			if r, err := sb.Run(within(t), client.Cmd{User: "alice", Argv: []string{"/bin/busybox", "id"}, Timeout: patience}); err == nil {
 				t.Logf("id of alice: %s", describe(r))
 			}
 		})

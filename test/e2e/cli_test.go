@@ -3,6 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -49,6 +50,18 @@ func TestCommandLine(t *testing.T) {
 				}
 				if fmt.Sprint(got) != args[0] {
 					ts.Fatalf("exit code %d, want %s", got, args[0])
+				}
+			},
+			// json: what was printed is JSON, one value a line or one in all.
+			"json": func(ts *testscript.TestScript, neg bool, args []string) {
+				in := json.NewDecoder(strings.NewReader(ts.ReadFile("stdout")))
+				for n := 0; ; n++ {
+					var v any
+					if err := in.Decode(&v); err == io.EOF && n > 0 {
+						return
+					} else if err != nil {
+						ts.Fatalf("value %d is not JSON: %v", n+1, err)
+					}
 				}
 			},
 			// setenv NAME file: the file's text without the last newline.

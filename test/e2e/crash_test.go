@@ -81,7 +81,7 @@ func apart(t testing.TB, dir string, n int) (hosts []*service, gateway *service)
 func again(t testing.TB, what string, f func(ctx context.Context) error) error {
 	deadline := time.Now().Add(2 * patience)
 	for {
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		err := f(ctx)
 		cancel()
 		if err == nil {

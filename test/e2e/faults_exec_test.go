@@ -7,6 +7,7 @@ import (
 	"io"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,7 +50,7 @@ func TestB02DevStdout(t *testing.T) {
 func TestB15LastBytes(t *testing.T) {
 	t.Parallel()
 	s := shared(t)
-	n := 50
+	n := 250 // the backends' suite has 1,000 of each
 	if torture {
 		n = 1000
 	}
@@ -69,7 +70,7 @@ func TestB15LastBytes(t *testing.T) {
 			}
 		})
 		// A reader that attaches sees the last octet before the end.
-		each(8, n/5, func(int) {
+		each(8, n/10, func(int) {
 			p, err := sb.Start(within(t), c.cmd)
 			if err != nil {
 				t.Error(err)
@@ -412,12 +413,11 @@ func TestB42OpenOutputHoldsNothingUp(t *testing.T) {
 		t.Errorf("%s of 2 sleeps live", n)
 	}
 	stop := make(chan struct{})
-	var slowest time.Duration
 	var wg sync.WaitGroup
-	wg.Go(func() { // another client all the while
+	var next atomic.Int64 // commands of another client that have ended
+	wg.Go(func() {
 		other := s.client().Sandbox(sb.ID)
 		for {
-			begin := time.Now()
 			ctx, cancel := context.WithTimeout(context.Background(), patience)
 			r, err := other.Exec(ctx, "echo", "next")
 			cancel()
@@ -425,7 +425,7 @@ func TestB42OpenOutputHoldsNothingUp(t *testing.T) {
 				t.Errorf("echo next: %v", err)
 				return
 			}
-			slowest = max(slowest, time.Since(begin))
+			next.Add(1)
 			select {
 			case <-stop:
 				return
@@ -435,12 +435,14 @@ func TestB42OpenOutputHoldsNothingUp(t *testing.T) {
 	})
 	for range 2 {
 		cmd := sh(`setsid sh -c 'trap "" TERM; sleep 301' & sleep 302`)
-		cmd.Timeout = 2 * time.Second
-		begin := time.Now()
+		cmd.Timeout = 3 * time.Second
+		begin, before := time.Now(), next.Load()
 		r := exe(t, sb, cmd)
-		took := time.Since(begin)
-		if r.Outcome.Kind != "timed_out" || took < 2*time.Second || took > 20*time.Second {
+		if took := time.Since(begin); r.Outcome.Kind != "timed_out" || took < cmd.Timeout {
 			t.Errorf("%s after %v", describe(r), took)
+		}
+		if n := next.Load() - before; n < 2 { // one may have been under way when this began
+			t.Errorf("%d commands of another client ended meanwhile: they were held up by the timeout", n)
 		}
 		if left := strings.TrimSpace(out(t, sb, "ps -o args | grep -E '^sleep 30[12]' || true")); left != "" {
 			t.Errorf("left after the timeout: %s", left)
@@ -448,9 +450,6 @@ func TestB42OpenOutputHoldsNothingUp(t *testing.T) {
 	}
 	close(stop)
 	wg.Wait()
-	if slowest > 2*time.Second {
-		t.Errorf("another command took %v meanwhile: it was held up by the timeout", slowest)
-	}
 	if n := strings.TrimSpace(out(t, sb, "ps -o args | grep -c '^sleep 300'")); n != "2" {
 		t.Errorf("%s of 2 older sleeps live", n)
 	}

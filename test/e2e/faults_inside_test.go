@@ -231,6 +231,18 @@ for family, address in (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"):
 begin = time.monotonic(); socket.gethostbyname(socket.gethostname()); print(time.monotonic() - begin < 2)
 `}})
 				want(t, r, 0, "True\n", "")
+				must(t, sb.Pause(within(t)))
+				must(t, sb.Resume(within(t)))
+				forks, failed, err := sb.Fork(within(t), 1, client.ForkOptions{})
+				if err != nil || len(failed) > 0 {
+					t.Fatalf("fork: %v %v", failed, err)
+				}
+				for what, b := range map[string]*client.Sandbox{"after a resume": sb, "a fork": forks[0]} {
+					if got := out(t, b, "hostname; getent hosts $(hostname) | awk '{print $2}'"); got != "my-box\nmy-box\n" {
+						t.Errorf("%s: %q", what, got)
+					}
+				}
+				must(t, forks[0].Stop(within(t)))
 				// A clone with another name resolves that one.
 				ref, err := sb.Snapshot(within(t), "")
 				if err != nil {

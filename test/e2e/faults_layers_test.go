@@ -320,3 +320,31 @@ func (s *service) stopKept(t testing.TB) {
 	s.args = without(s.args, "--keep")
 	must(t, s.begin()) // the test's cleanup ends it
 }
+
+// A path that no layer holds, or folders too deep, refuse a snapshot by name; the sandbox goes on, and without them it can be taken.
+func TestSnapshotOfPathsThatAreTooLong(t *testing.T) {
+	t.Parallel()
+	s := shared(t)
+	sb := s.debianBox(t)
+	for _, c := range []struct {
+		name, part  string
+		deep, limit int
+	}{{"long", strings.Repeat("d", 200), 100, 16384}, {"deep", "d", 1100, 1024}} {
+		dig := fmt.Sprintf("import os\nos.makedirs('/srv/%s'); os.chdir('/srv/%[1]s')\nfor i in range(%d):\n  os.mkdir('%s'); os.chdir('%[3]s')\n", c.name, c.deep, c.part)
+		if r := exe(t, sb, client.Cmd{Argv: []string{"python3", "-c", dig}}); !r.OK() {
+			t.Fatalf("%s: %s", c.name, describe(r))
+		}
+		_, err := sb.Snapshot(within(t), "")
+		if !errors.Is(err, client.ErrInvalid) {
+			t.Errorf("%s: %v, want invalid", c.name, err)
+		}
+		errorText(t, err, sb.ID, "srv/"+c.name+"/"+c.part[:1], fmt.Sprint(c.limit))
+		if text := err.Error(); len(text) > 500 || strings.Contains(text, s.state) || strings.Count(text, sb.ID) > 1 {
+			t.Errorf("%s: too long, twice the same, or the host's own folders: %v", c.name, text)
+		}
+		out(t, sb, "rm -rf /srv/"+c.name)
+		if _, err := sb.Snapshot(within(t), ""); err != nil {
+			t.Errorf("without it: %v", err)
+		}
+	}
+}

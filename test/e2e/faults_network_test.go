@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/coder/websocket"
 
@@ -180,7 +179,7 @@ func TestB47WebSockets(t *testing.T) {
 		for i := 0; i+1 < len(header); i += 2 {
 			h.Set(header[i], header[i+1])
 		}
-		ctx, cancel := context.WithTimeout(within(t), 20*time.Second)
+		ctx, cancel := context.WithTimeout(within(t), patience)
 		defer cancel()
 		c, resp, err := websocket.Dial(ctx, "ws://dsec/x"+query, &websocket.DialOptions{Host: host, HTTPHeader: h, Subprotocols: protocols,
 			HTTPClient: &http.Client{Transport: tr, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}})
@@ -245,7 +244,7 @@ func TestB47WebSockets(t *testing.T) {
 			t.Errorf("%q, %v", b, err)
 		}
 		reading := w.CloseRead(within(t))
-		ctx, cancel := context.WithTimeout(reading, 20*time.Second)
+		ctx, cancel := context.WithTimeout(reading, patience)
 		defer cancel()
 		if err := w.Ping(ctx); err != nil {
 			t.Errorf("ping: %v", err)
@@ -260,7 +259,7 @@ func TestB47WebSockets(t *testing.T) {
 		// The server goes while the client sends.
 		w = open()
 		must(t, w.Write(within(t), websocket.MessageText, []byte("drop")))
-		ctx, cancel = context.WithTimeout(within(t), 20*time.Second)
+		ctx, cancel = context.WithTimeout(within(t), patience)
 		defer cancel()
 		for range 200 {
 			if err := w.Write(ctx, websocket.MessageBinary, large[:1<<20]); err != nil {

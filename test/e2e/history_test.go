@@ -296,7 +296,7 @@ func (w *historyWorker) ask(op history.Op, step, request string, do func(context
 			call.ID = w.sb.ID
 		}
 		noted := w.r.rec.Invoke(call)
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		value, err := do(ctx)
 		cancel()
 		reply := history.Answered

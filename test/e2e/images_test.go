@@ -210,7 +210,7 @@ func TestHostAndBlobDaemonKilledDuringARead(t *testing.T) {
 // The store is dead: reads fail with EIO at the deadline, sandboxes stay and can be stopped, and all is fine afterwards.
 func TestStoreDeadInTheMiddle(t *testing.T) {
 	r := newRemote(t)
-	s := onDemand(t, r, "[blobs]\ndeadline = \"2s\"\n")
+	s := onDemand(t, r, "[blobs]\ndeadline = \"4s\"\n")
 	small := s.small(t)
 	big, sum := bigLayer(t, s, 5, 24)
 	mk := func() *client.Sandbox {

@@ -225,7 +225,7 @@ func (s *service) leftovers() []string {
 }
 
 // patience bounds every wait for something that is due; no machine is that slow.
-const patience = 60 * time.Second
+const patience = 3 * time.Minute
 
 // eventually polls until done answers nil, and returns the last answer.
 func eventually(done func() error) error {
@@ -243,7 +243,7 @@ func eventually(done func() error) error {
 func (s *service) idle() error {
 	c := s.client()
 	return eventually(func() error {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		list, err := c.List(ctx, &dsecv1.Selector{})
 		if err != nil {

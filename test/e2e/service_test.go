@@ -109,7 +109,7 @@ func (s *service) begin() error {
 	s.mu.Lock()
 	s.cmd, s.end = cmd, end
 	s.mu.Unlock()
-	deadline := time.Now().Add(60 * time.Second)
+	deadline := time.Now().Add(patience)
 	for time.Now().Before(deadline) {
 		select {
 		case err := <-end:
@@ -135,7 +135,7 @@ func (s *service) answers() bool {
 	if s.role == "host" {
 		return true
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	r, err := http.NewRequestWithContext(ctx, "GET", "http://dsec/readyz", nil)
 	if err != nil {
@@ -191,10 +191,10 @@ func (s *service) finish(sig os.Signal) error {
 	select {
 	case err := <-end:
 		return err
-	case <-time.After(90 * time.Second):
+	case <-time.After(patience):
 		_ = cmd.Process.Kill()
 		<-end
-		return errors.New("it did not end within 90 s of the signal")
+		return fmt.Errorf("it did not end within %v of the signal", patience)
 	}
 }
 
@@ -326,7 +326,7 @@ func (s *service) send(t testing.TB, r *http.Request, header ...string) (int, st
 	}
 	tr := s.transport()
 	defer tr.CloseIdleConnections()
-	c := &http.Client{Transport: tr, Timeout: 90 * time.Second, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	c := &http.Client{Transport: tr, Timeout: patience, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	resp, err := c.Do(r)
 	if err != nil {
 		t.Fatalf("%s %s: %v", r.Method, r.URL, err)

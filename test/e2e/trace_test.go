@@ -19,7 +19,7 @@ import (
 // traceOf waits for the traces of so many steps.
 func traceOf(t *testing.T, sb *client.Sandbox, steps int) map[string]*dsecv1.StepTrace {
 	t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		tr, err := sb.Trace(within(t), client.TraceOptions{})
 		must(t, err)
 		out := map[string]*dsecv1.StepTrace{}
