@@ -29,6 +29,7 @@ type Call struct {
 	Key      string // the same key again gives the recorded answer
 	HashOnly bool   // the log keeps hashes of program and input
 	Pooled   bool   // use user namespaces again
+	Warm     bool   // begin in an interpreter that may be up already, for the languages that have it; not with Pooled
 	GPU      string // shared | exclusive
 	Queue    time.Duration
 }
@@ -48,8 +49,13 @@ func (q *Call) input() *dsecv1.CallInput {
 }
 
 func (q *Call) mode() string {
-	if q.Pooled {
+	switch {
+	case q.Pooled && q.Warm:
+		return "pooled and warm" // which the platform refuses
+	case q.Pooled:
 		return "pooled"
+	case q.Warm:
+		return "warm"
 	}
 	return ""
 }

@@ -179,6 +179,9 @@ func languages(ctx context.Context, s *measure.Server, file string) error {
 		return err
 	}
 	measure.Print("fncall.python_p50", got.Ms(50), "ms")
+	if err := warm(ctx, python); err != nil {
+		return err
+	}
 	var inputs []*dsecv1.CallInput
 	for i := range 20 {
 		inputs = append(inputs, &dsecv1.CallInput{Stdin: fmt.Sprint(i, " ", i+1, "\n")})
@@ -199,6 +202,35 @@ func languages(ctx context.Context, s *measure.Server, file string) error {
 		}
 	}
 	measure.Print("fncall.cpp_20_inputs", batches.Ms(50), "ms")
+	return nil
+}
+
+// warm compares calls that find an interpreter that is up with fresh ones, in turns, each after a pause in which another can be made.
+func warm(ctx context.Context, fresh caller) error {
+	up := fresh
+	up.call.Warm = true
+	var of [2]measure.Sample
+	ahead := 0
+	for range 6 {
+		for i, x := range []caller{fresh, up} {
+			got, err := measure.Sequence(ctx, 12, 100*time.Millisecond, func(ctx context.Context) (time.Duration, error) {
+				start := time.Now()
+				a, err := x.c.FnCall(ctx, x.call)
+				took := time.Since(start)
+				if err == nil && a.Result != nil && a.Result.Warm {
+					ahead++
+				}
+				return took, err
+			})
+			if err != nil {
+				return err
+			}
+			of[i].Join(got)
+		}
+	}
+	measure.Print("fncall.python_gap_p50", of[0].Ms(50), "ms")
+	measure.Print("fncall.python_warm", of[1].Ms(50), "ms")
+	measure.Print("fncall.python_warm_found", float64(ahead)/72, "x")
 	return nil
 }
 

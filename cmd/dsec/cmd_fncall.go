@@ -18,7 +18,7 @@ import (
 )
 
 type fncallCmd struct {
-	Run    fncallRunCmd    `cmd:"" default:"withargs" help:"Run a file of source text, or a command behind --, and print its verdict."`
+	Run    fncallRunCmd    `cmd:"" default:"withargs" help:"Run a file of source text, or a command behind --, and print its verdict: dsec fncall [FLAGS] FILE [ARGS]."`
 	Langs  fncallLangsCmd  `cmd:"" help:"List the languages."`
 	Cancel fncallCancelCmd `cmd:"" help:"End the call of a key."`
 }
@@ -36,15 +36,16 @@ type fncallRunCmd struct {
 	Out    []string          `help:"File of the work folder to bring back into the current one; repeat." placeholder:"PATH" sep:"none"`
 	Job    string            `help:"Job." placeholder:"NAME"`
 	Key    string            `name:"call-key" help:"The same key again gives the recorded answer." placeholder:"KEY"`
-	Pooled bool              `help:"Use user namespaces again."`
+	Pooled bool              `help:"Use user namespaces again." xor:"mode"`
+	Warm   bool              `help:"Begin in an interpreter that may be up already, for the languages that have it." xor:"mode"`
 	GPU    string            `name:"gpu" help:"Device for the run: a place on one (shared), or one that nobody else has (exclusive)." enum:",shared,exclusive" default:"" placeholder:"MODE"`
-	Argv   []string          `arg:"" passthrough:"" help:"Source file of a language (by its name, or --lang) and its arguments; else a command, behind --."`
+	Argv   []string          `arg:"" passthrough:"" help:"Source file of a language (by its name, or --lang), or a command behind --. What follows is the program's: flags of dsec stand before it."`
 }
 
 var langOfName = map[string]string{".c": "c", ".cc": "cpp", ".cpp": "cpp", ".cxx": "cpp", ".go": "go", ".py": "python", ".js": "javascript", ".sh": "bash", ".java": "java", ".rs": "rust"}
 
 func (x *fncallRunCmd) call() (q client.Call, err error) {
-	q = client.Call{Lang: x.Lang, Environment: x.Env, Env: x.Var, Job: x.Job, Key: x.Key, Pooled: x.Pooled, GPU: x.GPU,
+	q = client.Call{Lang: x.Lang, Environment: x.Env, Env: x.Var, Job: x.Job, Key: x.Key, Pooled: x.Pooled, Warm: x.Warm, GPU: x.GPU,
 		Limits: &dsecv1.CallLimits{CpuMs: x.CPU.Milliseconds(), WallMs: x.Wall.Milliseconds(), Memory: int64(x.Memory), Processes: x.Procs, Output: int64(x.Cap)}}
 	argv := afterDashes(x.Argv)
 	if len(argv) == 0 {
@@ -140,7 +141,7 @@ func verdictLine(a *client.CallAnswer, r *client.CallResult) string {
 	for _, f := range []struct {
 		on   bool
 		text string
-	}{{r.ProcessesHit, "limit of processes hit"}, {r.Leftover > 0, fmt.Sprintf("%d processes left over", r.Leftover)}, {a.Recorded, "recorded"}, {r.Error != "", r.Error}} {
+	}{{r.ProcessesHit, "limit of processes hit"}, {r.Leftover > 0, fmt.Sprintf("%d processes left over", r.Leftover)}, {r.Warm, "warm"}, {a.Recorded, "recorded"}, {r.Error != "", r.Error}} {
 		if f.on {
 			s += ", " + f.text
 		}
@@ -167,6 +168,8 @@ func (x *fncallLangsCmd) Run(ctx context.Context, c *cli) error {
 			state := l.Environment
 			if l.Missing != "" {
 				state += " (missing: " + l.Missing + ")"
+			} else if l.Warm {
+				state += ", --warm"
 			}
 			fmt.Printf("%-12s %s\n", l.Name, state)
 		}

@@ -10,6 +10,8 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/compat/sandboxfusion"
 	"github.com/dsec-dev/dsec/internal/fncall"
+	"github.com/dsec-dev/dsec/internal/keeper"
+	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
 // fnCallSettings are [fncall] of the config file.
@@ -19,6 +21,7 @@ type fnCallSettings struct {
 	Waiting   int      `toml:"waiting"`
 	Rate      float64  `toml:"rate"`  // calls a second of one project
 	Cache     string   `toml:"cache"` // size
+	Warm      *int     `toml:"warm"`  // interpreters of mode warm that are kept ahead; none given: 8
 	GPUs      []struct {
 		Name   string   `toml:"name"`
 		Places int      `toml:"places"` // calls that share it; 1 where none is given
@@ -53,7 +56,12 @@ func (m *machine) openCalls(p *places, reg *prometheus.Registry, logger *slog.Lo
 	if err != nil {
 		return err
 	}
-	c := fncall.Config{Dir: filepath.Join(p.State, "fncall"), Host: string(m.id), Places: s.Places, Waiting: s.Waiting, Rate: s.Rate, GPUs: gpus}
+	c := fncall.Config{Dir: filepath.Join(p.State, "fncall"), Host: string(m.id), Places: s.Places, Waiting: s.Waiting, Rate: s.Rate, GPUs: gpus, Standbys: 8}
+	if s.Warm != nil {
+		if c.Standbys = *s.Warm; c.Standbys < 0 || c.Standbys > keeper.MaxStandbys {
+			return fmt.Errorf("fncall.warm %d: want 0 to %d: %w", c.Standbys, keeper.MaxStandbys, sandbox.ErrInvalid)
+		}
+	}
 	if err := setSize(&c.CacheSize, "fncall.cache", s.Cache); err != nil {
 		return err
 	}

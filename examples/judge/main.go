@@ -184,7 +184,9 @@ func (j *judge) note(path, how, got, want string) {
 		j.right++
 		return
 	}
-	j.wrong = append(j.wrong, fmt.Sprintf("%s (%s): %.300q, want %s", path, how, got, want))
+	wrong := fmt.Sprintf("%s (%s): %.300q, want %s", path, how, got, want)
+	j.wrong = append(j.wrong, wrong)
+	fmt.Fprintln(os.Stderr, "WRONG", wrong) // at once too: all of them take a while
 }
 
 func (j *judge) report(w *os.File, all int, skipped map[string]string) {

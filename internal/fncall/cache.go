@@ -54,6 +54,11 @@ func OpenCache(dir string, max int64) (*Cache, error) {
 			os.Remove(filepath.Join(dir, e.Name()))
 			continue
 		}
+		if i.Mode().Perm() != 0o444 { // of an earlier version
+			if err := os.Chmod(filepath.Join(dir, e.Name()), 0o444); err != nil {
+				return nil, fmt.Errorf("cache of function calls: %w", err)
+			}
+		}
 		c.add(e.Name(), i.Size())
 	}
 	return c, c.evict()
@@ -114,6 +119,10 @@ func (c *Cache) Put(owner string, r io.Reader, max int64) (content string, size 
 		return "", 0, fmt.Errorf("keep a file: %w", err)
 	case size > max || size > c.max:
 		return "", 0, fmt.Errorf("keep a file: more than %d octets: %w", min(max, c.max), sandbox.ErrExhausted)
+	}
+	// A call whose standard input it is opens it as /dev/stdin; others come to it through the folder alone, which is closed to them.
+	if err := f.Chmod(0o444); err != nil {
+		return "", 0, fmt.Errorf("keep a file: %w", err)
 	}
 	content = hex.EncodeToString(h.Sum(nil))
 	name := cacheName(owner, content)

@@ -25,6 +25,7 @@ type Config struct {
 	Waiting   int     // runs that wait for a place; 0 is 4,096
 	Rate      float64 // calls a second of one project; 0 is no bound
 	CacheSize int64   // octets; 0 is 2 GiB
+	Standbys  int     // interpreters that mode warm keeps ahead; 0: none, and that mode is refused
 	GPUs      []Device
 }
 
@@ -83,7 +84,7 @@ func New(cfg Config, deps Deps) (*Engine, error) {
 	if cfg.CacheSize == 0 {
 		cfg.CacheSize = 2 << 30
 	}
-	if cfg.Places < 1 || cfg.Waiting < 0 || cfg.CacheSize < 0 || cfg.Rate < 0 || deps.Runner == nil || deps.Logger == nil {
+	if cfg.Places < 1 || cfg.Waiting < 0 || cfg.CacheSize < 0 || cfg.Rate < 0 || cfg.Standbys < 0 || deps.Runner == nil || deps.Logger == nil {
 		return nil, fmt.Errorf("function calls: configuration is out of range: %w", sandbox.ErrInvalid)
 	}
 	cache, err := OpenCache(cfg.Dir, cfg.CacheSize)
@@ -133,21 +134,38 @@ func newJob(project, mode, gpu string, queueMs int64) (*job, error) {
 		}
 		j.bound = d
 	}
-	if mode != "" && mode != "fresh" && mode != "pooled" {
-		return nil, fmt.Errorf("mode %.40q: want fresh or pooled: %w", mode, sandbox.ErrInvalid)
+	switch mode {
+	case "", "fresh", "pooled", "warm":
+		return j, nil
 	}
-	return j, nil
+	return nil, fmt.Errorf("mode %.40q: want fresh, pooled or warm: %w", mode, sandbox.ErrInvalid)
+}
+
+// checkMode refuses mode warm where nothing can be started ahead.
+func (e *Engine) checkMode(mode string, l *Language) error {
+	switch {
+	case mode != "warm":
+		return nil
+	case !l.Warm:
+		return fmt.Errorf("mode warm: not for language %s; its table would have to say warm = true, as that of an interpreter can: %w", l.Name, sandbox.ErrUnsupported)
+	case e.cfg.Standbys == 0:
+		return fmt.Errorf("mode warm: this host keeps no interpreters ahead (fncall.warm): %w", sandbox.ErrUnsupported)
+	}
+	return nil
 }
 
 // Run does one call.
 func (e *Engine) Run(ctx context.Context, project string, q *dsecv1.RunCallRequest) (*dsecv1.RunCallResponse, error) {
 	j, err := newJob(project, q.GetMode(), q.GetGpu(), q.GetQueueMs())
 	if err != nil {
-		return nil, fmt.Errorf("call: %w", err)
+		return nil, err
 	}
 	return once(ctx, e, project, asked{kind: kindRun, job: q.GetJob(), key: q.GetKey(), hash: q.GetRequestHash(), hashOnly: q.GetHashOnly(), n: 1, request: q,
 		programs: []*dsecv1.CallProgram{q.GetProgram()}}, func(ctx context.Context) (*dsecv1.RunCallResponse, error) {
 		p, err := e.resolve(project, q.GetProgram(), q.GetLimits(), q.GetCompileLimits(), q.GetRoots())
+		if err == nil {
+			err = e.checkMode(q.GetMode(), p.lang)
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -177,7 +195,7 @@ func whole(compile, result *dsecv1.CallResult) string {
 func (e *Engine) RunBatch(ctx context.Context, project string, q *dsecv1.RunCallBatchRequest) (*dsecv1.RunCallBatchResponse, error) {
 	j, err := newJob(project, q.GetMode(), q.GetGpu(), q.GetQueueMs())
 	if err != nil {
-		return nil, fmt.Errorf("calls: %w", err)
+		return nil, err
 	}
 	if n := len(q.GetInputs()); n == 0 || n > MaxInputs {
 		return nil, fmt.Errorf("calls: %d inputs, want 1 to %d: %w", n, MaxInputs, sandbox.ErrInvalid)
@@ -185,6 +203,9 @@ func (e *Engine) RunBatch(ctx context.Context, project string, q *dsecv1.RunCall
 	return once(ctx, e, project, asked{kind: kindBatch, job: q.GetJob(), key: q.GetKey(), hash: q.GetRequestHash(), hashOnly: q.GetHashOnly(), n: len(q.GetInputs()),
 		request: q, programs: []*dsecv1.CallProgram{q.GetProgram()}}, func(ctx context.Context) (*dsecv1.RunCallBatchResponse, error) {
 		p, err := e.resolve(project, q.GetProgram(), q.GetLimits(), q.GetCompileLimits(), q.GetRoots())
+		if err == nil {
+			err = e.checkMode(q.GetMode(), p.lang)
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -256,7 +277,10 @@ func (e *Engine) each(ctx context.Context, j *job, p *program, arts []artifact, 
 func (e *Engine) RunPair(ctx context.Context, project string, q *dsecv1.RunCallPairRequest) (*dsecv1.RunCallPairResponse, error) {
 	j, err := newJob(project, q.GetMode(), "", q.GetQueueMs())
 	if err != nil {
-		return nil, fmt.Errorf("call: %w", err)
+		return nil, err
+	}
+	if q.GetMode() == "warm" {
+		return nil, fmt.Errorf("mode warm: the streams of a pair belong to both, so its programs begin fresh: %w", sandbox.ErrUnsupported)
 	}
 	sides := []*dsecv1.CallSide{q.GetProgram(), q.GetInteractor()}
 	return once(ctx, e, project, asked{kind: kindPair, job: q.GetJob(), key: q.GetKey(), hash: q.GetRequestHash(), hashOnly: q.GetHashOnly(), n: 2, request: q,
@@ -338,6 +362,7 @@ func (e *Engine) execute(ctx context.Context, j *job, p *program, arts []artifac
 	if err != nil {
 		return nil, err
 	}
+	e.m.begun(x, exit)
 	return e.result(exit, x.Limits, in, j.project, maxAnswer)
 }
 

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/sandbox"
@@ -84,6 +85,8 @@ func (f *fakeRunner) Pair(ctx context.Context, a, b *Exec) (x, y *Exit, first in
 	return x, y, 1, err
 }
 
+func (f *fakeRunner) Standbys(context.Context) (int, error) { return 3, nil }
+
 type rig struct {
 	t   *testing.T
 	e   *Engine
@@ -94,6 +97,7 @@ type rig struct {
 var testLanguages = Languages{
 	"cmd": {Name: "cmd", Environment: "env"},
 	"cc":  {Name: "cc", Environment: "env", Source: "main.x", Compile: []string{"cc", "{source}"}, Artifacts: []string{"main"}, Run: []string{"./main"}},
+	"py":  {Name: "py", Environment: "env", Source: "main.py", Run: []string{"echo"}, Warm: true},
 }
 
 func newRig(t *testing.T, change func(*Config, *Deps)) *rig {
@@ -154,7 +158,7 @@ func TestRunAndRetry(t *testing.T) {
 		"no program":  {Program: &dsecv1.CallProgram{}, Roots: roots()},
 		"no language": {Program: &dsecv1.CallProgram{Lang: "nosuch", Code: "x"}, Roots: roots()},
 		"no root":     {Program: &dsecv1.CallProgram{Cmd: []string{"echo"}}},
-		"mode":        {Program: &dsecv1.CallProgram{Cmd: []string{"echo"}}, Roots: roots(), Mode: "warm"},
+		"mode":        {Program: &dsecv1.CallProgram{Cmd: []string{"echo"}}, Roots: roots(), Mode: "hot"},
 		"limits":      {Program: &dsecv1.CallProgram{Cmd: []string{"echo"}}, Roots: roots(), Limits: &dsecv1.CallLimits{Memory: 5}},
 		"own key":     {Key: madePrefix + "x", Program: &dsecv1.CallProgram{Cmd: []string{"echo"}}, Roots: roots()},
 		"path":        {Program: &dsecv1.CallProgram{Cmd: []string{"echo"}, Files: []*dsecv1.CallFile{{Path: "../x"}}}, Roots: roots()},
@@ -384,6 +388,67 @@ func TestGPUCalls(t *testing.T) {
 	r.run(&dsecv1.RunCallRequest{Program: &dsecv1.CallProgram{Lang: "cc", Code: "x"}, Roots: roots(), Gpu: "shared"})
 	if x := r.f.latest; compiled != 1 || len(x.Devices) == 0 {
 		t.Errorf("compiled %d times, ran with %v", compiled, x.Devices)
+	}
+}
+
+// Mode warm holds a language's source, lets nothing of one call wait for another, and is refused where it can't be.
+func TestWarmCalls(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	r := newRig(t, func(c *Config, d *Deps) {
+		c.Standbys, d.Registry = 5, registry
+		c.GPUs = []Device{{Name: "a", Nodes: []string{"/dev/a0"}, Env: []string{"WHICH=a"}}}
+	})
+	py := func(change func(*dsecv1.RunCallRequest)) *dsecv1.RunCallRequest {
+		q := &dsecv1.RunCallRequest{Mode: "warm", Program: &dsecv1.CallProgram{Lang: "py", Code: "x"}, Input: &dsecv1.CallInput{}, Roots: roots()}
+		change(q)
+		return q
+	}
+	for _, c := range []struct {
+		name     string
+		change   func(*dsecv1.RunCallRequest)
+		hold     string
+		standbys int
+	}{
+		{"plain", func(*dsecv1.RunCallRequest) {}, "main.py", 5},
+		{"with an input", func(q *dsecv1.RunCallRequest) { q.Input.Stdin = "in" }, "main.py", 5},
+		{"with a device", func(q *dsecv1.RunCallRequest) { q.Gpu = "exclusive" }, "main.py", 5},
+		{"with arguments", func(q *dsecv1.RunCallRequest) { q.Input.Args = []string{"a"} }, "main.py", 0},
+		{"with a variable", func(q *dsecv1.RunCallRequest) { q.Input.Env = []*dsecv1.EnvVar{{Name: "A", Value: "secret"}} }, "main.py", 0},
+		{"fresh", func(q *dsecv1.RunCallRequest) { q.Mode = "" }, "", 0},
+	} {
+		r.run(py(c.change))
+		if x := r.f.latest; x.Hold != c.hold || x.Standbys != c.standbys || x.Pooled {
+			t.Errorf("%s: hold %q, standbys %d", c.name, x.Hold, x.Standbys)
+		}
+	}
+	refused := func(e *Engine, q *dsecv1.RunCallRequest, kind error, says string) {
+		t.Helper()
+		if _, err := e.Run(t.Context(), "p", q); !errors.Is(err, kind) || !strings.Contains(err.Error(), says) {
+			t.Errorf("%v, want %q", err, says)
+		}
+	}
+	refused(r.e, py(func(q *dsecv1.RunCallRequest) { q.Program.Lang = "cc" }), sandbox.ErrUnsupported, "not for language cc")
+	refused(r.e, py(func(q *dsecv1.RunCallRequest) { q.Mode = "pooled and warm" }), sandbox.ErrInvalid, "want fresh, pooled or warm")
+	refused(newRig(t, nil).e, py(func(*dsecv1.RunCallRequest) {}), sandbox.ErrUnsupported, "keeps no interpreters")
+	pair := &dsecv1.RunCallPairRequest{Mode: "warm", Program: &dsecv1.CallSide{Program: &dsecv1.CallProgram{Lang: "py", Code: "x"}},
+		Interactor: &dsecv1.CallSide{Program: &dsecv1.CallProgram{Lang: "py", Code: "x"}}, Roots: roots()}
+	if _, err := r.e.RunPair(t.Context(), "p", pair); !errors.Is(err, sandbox.ErrUnsupported) {
+		t.Errorf("a pair: %v", err)
+	}
+	told, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := map[string]float64{}
+	for _, f := range told {
+		for _, m := range f.GetMetric() {
+			got[f.GetName()] += m.GetCounter().GetValue() + m.GetGauge().GetValue()
+		}
+	}
+	want := map[string]float64{"dsec_fncall_runs_total": 6, "dsec_fncall_retries_total": 0, "dsec_fncall_queue_seconds": 0, "dsec_fncall_recorded_total": 0, "dsec_fncall_warm_total": 5,
+		"dsec_fncall_standbys": 3, "dsec_fncall_waiting": 0, "dsec_fncall_running": 0}
+	if d := cmp.Diff(want, got); d != "" {
+		t.Errorf("metrics: %s", d)
 	}
 }
 

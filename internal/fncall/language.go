@@ -29,7 +29,9 @@ type Language struct {
 	Artifacts []string `toml:"artifacts"`
 	// Run is the command that runs it; the input's args follow.
 	Run []string `toml:"run"`
-	Env []string `toml:"env"` // NAME=VALUE
+	// Warm says that Run opens Source when it is up, so that it may be started before there is a program.
+	Warm bool     `toml:"warm"`
+	Env  []string `toml:"env"` // NAME=VALUE
 	// CompileEnv is added for the compiler.
 	CompileEnv []string `toml:"compile_env"`
 	// Limits and CompileLimits replace the platform's defaults.
@@ -153,6 +155,8 @@ func (l *Language) check() error {
 		return fmt.Errorf("environment: missing: %w", sandbox.ErrInvalid)
 	case len(l.Compile) > 0 && len(l.Artifacts) == 0:
 		return fmt.Errorf("artifacts: compile is set, and nothing of it is named: %w", sandbox.ErrInvalid)
+	case l.Warm && (len(l.Compile) > 0 || l.Source == "" || strings.ContainsRune(l.Source, '/')):
+		return fmt.Errorf("warm: is for languages without a compiler whose source lies in the work folder itself: %w", sandbox.ErrInvalid)
 	case l.Name != "cmd" && (l.Source == "" || len(l.Run) == 0):
 		return fmt.Errorf("source and run: missing: %w", sandbox.ErrInvalid)
 	}

@@ -272,6 +272,12 @@ func (e *Engine) input(project string, p *program, q *dsecv1.CallInput, outputs 
 func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exec, done func(), err error) {
 	x = &Exec{Layers: p.layers, Argv: append(append([]string(nil), p.run...), in.args...), Env: sandbox.MergeEnv(p.env, in.env), Stdin: in.stdin,
 		Limits: p.limits, Copy: in.copies, Pooled: j.mode == "pooled"}
+	if j.mode == "warm" && p.lang.Warm { // a compiler begins fresh
+		x.Hold = p.lang.Source
+		if len(in.args)+len(in.env) == 0 { // what is one call's alone, such as secrets, waits for no other
+			x.Standbys = e.cfg.Standbys
+		}
+	}
 	var open []*os.File
 	closeAll := func() {
 		for _, f := range open {
@@ -383,7 +389,7 @@ func (all Languages) Proto() (*dsecv1.ListCallLanguagesResponse, error) {
 		if err != nil {
 			return nil, err
 		}
-		p := &dsecv1.CallLanguage{Name: name, Environment: l.Environment, Source: l.Source, Compile: l.Compile, Run: l.Run, Limits: limits.Or(DefaultLimits()).proto()}
+		p := &dsecv1.CallLanguage{Name: name, Environment: l.Environment, Source: l.Source, Compile: l.Compile, Run: l.Run, Warm: l.Warm, Limits: limits.Or(DefaultLimits()).proto()}
 		if len(l.Compile) > 0 {
 			p.CompileLimits = compile.Or(DefaultCompileLimits()).proto()
 		}

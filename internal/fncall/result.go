@@ -21,7 +21,7 @@ func (e *Engine) plain(x *Exit, l Limits) *dsecv1.CallResult {
 	e.m.verdicts.WithLabelValues(string(v)).Inc()
 	r := &dsecv1.CallResult{Verdict: string(v), Limit: limit, Code: int32(x.Code), Signal: int32(x.Signal), CpuUs: x.CPU.Microseconds(), WallUs: x.Wall.Microseconds(),
 		Memory: x.Memory, MemoryHit: x.OOM, ProcessesHit: x.Processes, Leftover: int32(x.Leftover), StdoutTruncated: x.StdoutCut, StderrTruncated: x.StderrCut,
-		EventsTotal: x.EventsTotal}
+		EventsTotal: x.EventsTotal, Warm: x.Ahead}
 	if x.Signal != 0 {
 		r.Code = int32(128 + x.Signal)
 	}

@@ -16,6 +16,10 @@ type Exec struct {
 	Limits Limits
 	Copy   []Copy
 	Pooled bool
+	// Hold is the file of Files, in the work folder itself, that the command opens when it is up; "": no limit of time waits for that. The
+	// Runner may start the command before it is asked to run, and then keeps up to Standbys of these, of all kinds; 0: none.
+	Hold     string
+	Standbys int
 	// Devices are paths of character devices of the host, which the program finds in its /dev.
 	Devices []string
 }
@@ -58,6 +62,7 @@ type Exit struct {
 	Files                []Copied // as Exec.Copy
 	Events               []Event  // the first ones
 	EventsTotal          int64
+	Ahead                bool // its command was started before it was asked for
 }
 
 // Runner runs process trees. An error is the platform's, and nothing of the call runs any more; ErrLost and ErrUnavailable may be tried
@@ -66,4 +71,6 @@ type Runner interface {
 	Exec(ctx context.Context, e *Exec) (*Exit, error)
 	// Pair runs two at once, each one's standard output being the other's standard input; first is 0 or 1 for the one that ended first.
 	Pair(ctx context.Context, a, b *Exec) (x, y *Exit, first int, err error)
+	// Standbys is how many commands are up that nobody has asked for yet.
+	Standbys(ctx context.Context) (int, error)
 }

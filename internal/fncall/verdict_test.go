@@ -82,6 +82,8 @@ func TestLanguages(t *testing.T) {
 		{"[language.my]\nenvironment = \"e\"\nsource = \"../a\"\nrun = [\"x\"]\n", "below the work folder"},
 		{"[language.my]\nenvironment = \"e\"\nsource = \"a\"\nrun = [\"x\"]\ncolour = 1\n", "colour"},
 		{"[language.my]\nsource = \"a\"\nrun = [\"x\"]\n", "environment"},
+		{"[language.my]\nenvironment = \"e\"\nsource = \"d/a\"\nrun = [\"x\"]\nwarm = true\n", "warm"},
+		{"[language.my]\nenvironment = \"e\"\nsource = \"a\"\nrun = [\"x\"]\nwarm = true\ncompile = [\"cc\"]\nartifacts = [\"b\"]\n", "warm"},
 		{"[language.my]\nenvironment = \"e\"\nsource = \"a\"\nrun = [\"x\"]\ncompile = [\"cc\"]\n", "artifacts"},
 		{"[language.my]\nenvironment = \"e\"\nsource = \"a\"\nrun = [\"x\"]\nlimits = { cpu = \"3\" }\n", "duration"},
 		{"[language.my]\nenvironment = \"e\"\nsource = \"a\"\nrun = [\"x\"]\nlimits = { memory = \"3x\" }\n", "size"},
@@ -139,6 +141,11 @@ func TestCache(t *testing.T) {
 	}
 	if _, _, err := c.Put("p", strings.NewReader(strings.Repeat("d", 101)), 1000); !errors.Is(err, sandbox.ErrExhausted) {
 		t.Errorf("longer than the cache: %v", err)
+	}
+	for name := range c.by {
+		if st, err := os.Stat(filepath.Join(dir, name)); err != nil || st.Mode().Perm() != 0o444 {
+			t.Errorf("a program can't open its input by name: %v %v", st.Mode(), err)
+		}
 	}
 	if _, err := c.Open("p", "../x"); !errors.Is(err, sandbox.ErrInvalid) {
 		t.Errorf("a path: %v", err)

@@ -47,25 +47,30 @@ func (h *house) again() {
 	h.waiting(0)
 }
 
-// callUIDs are the first of those that calls have.
-func callUIDs() string {
+// callProcesses are those that this keeper's calls run.
+func (h *house) callProcesses() (pids []string) {
 	var uids []string
 	for i := range 32 {
 		uids = append(uids, fmt.Sprint(callUID+i))
 	}
-	return strings.Join(uids, ",")
-}
-
-func callProcesses() int {
-	out, _ := exec.Command("pgrep", "-u", callUIDs()).Output()
-	return len(strings.Fields(string(out)))
+	out, _ := exec.Command("pgrep", "-u", strings.Join(uids, ",")).Output()
+	for _, pid := range strings.Fields(string(out)) {
+		if b, _ := os.ReadFile("/proc/" + pid + "/cgroup"); strings.Contains(string(b), "/dsec-"+h.cfg.Instance+"/") {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
 }
 
 func (h *house) noProcesses() {
 	h.t.Helper()
-	for end := time.Now().Add(longest); callProcesses() > 0; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(longest); ; time.Sleep(10 * time.Millisecond) {
+		left := h.callProcesses()
+		if len(left) == 0 {
+			return
+		}
 		if time.Now().After(end) {
-			h.t.Fatalf("%d processes of calls are left", callProcesses())
+			h.t.Fatalf("processes of calls are left: %v", left)
 		}
 	}
 }
@@ -246,7 +251,7 @@ func TestStandbysEnd(t *testing.T) {
 	h.noProcesses()
 	h.call(h.heldCall("true"))
 	h.waiting(1)
-	if err := exec.Command("pkill", "-9", "-u", callUIDs()).Run(); err != nil {
+	if err := exec.Command("kill", append([]string{"-9"}, h.callProcesses()...)...).Run(); err != nil {
 		t.Fatal(err)
 	}
 	h.noProcesses()

@@ -313,9 +313,9 @@ func TestCallBatchesAndKeptFiles(t *testing.T) {
 		t.Fatalf("kept: %v", a.Result.CallResult)
 	}
 	content := a.Result.Files[0].Content
-	a, err = c.FnCall(within(t), client.Call{Lang: "python", Code: "import sys; print(len(sys.stdin.buffer.read()), len(open('d/f','rb').read()))", StdinKept: content,
+	a, err = c.FnCall(within(t), client.Call{Lang: "python", Code: "import sys; print(len(sys.stdin.buffer.read()), len(open('d/f','rb').read()), len(open('/dev/stdin','rb').read()))", StdinKept: content,
 		Files: []*dsecv1.CallFile{{Path: "d/f", Content: content}}})
-	if err != nil || string(a.Result.Stdout) != "2097152 2097152\n" {
+	if err != nil || string(a.Result.Stdout) != "2097152 2097152 2097152\n" {
 		t.Errorf("%v %v", a, err)
 	}
 	data, err := c.GetCallFile(within(t), content)

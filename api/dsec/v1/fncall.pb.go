@@ -512,7 +512,7 @@ type RunCallRequest struct {
 	CompileLimits *CallLimits            `protobuf:"bytes,6,opt,name=compile_limits,json=compileLimits,proto3" json:"compile_limits,omitempty"`
 	Outputs       []*CallOutput          `protobuf:"bytes,7,rep,name=outputs,proto3" json:"outputs,omitempty"`
 	HashOnly      bool                   `protobuf:"varint,8,opt,name=hash_only,json=hashOnly,proto3" json:"hash_only,omitempty"` // the log keeps hashes of program and input instead of their octets
-	Mode          string                 `protobuf:"bytes,9,opt,name=mode,proto3" json:"mode,omitempty"`                          // fresh (default) | pooled: user and network namespaces are used again
+	Mode          string                 `protobuf:"bytes,9,opt,name=mode,proto3" json:"mode,omitempty"`                          // fresh (default) | pooled: user and network namespaces are used again | warm: an interpreter may be up already
 	Gpu           string                 `protobuf:"bytes,10,opt,name=gpu,proto3" json:"gpu,omitempty"`                           // "" | shared | exclusive
 	QueueMs       int64                  `protobuf:"varint,11,opt,name=queue_ms,json=queueMs,proto3" json:"queue_ms,omitempty"`   // longest wait for a turn; default 60,000
 	// Resolved by the gateway; clients leave it empty.
@@ -1354,6 +1354,7 @@ type CallResult struct {
 	EventsTotal     int64                  `protobuf:"varint,20,opt,name=events_total,json=eventsTotal,proto3" json:"events_total,omitempty"`
 	Cached          bool                   `protobuf:"varint,21,opt,name=cached,proto3" json:"cached,omitempty"` // of compile: this program was compiled before
 	Id              string                 `protobuf:"bytes,22,opt,name=id,proto3" json:"id,omitempty"`          // of the input
+	Warm            bool                   `protobuf:"varint,23,opt,name=warm,proto3" json:"warm,omitempty"`     // mode warm: its interpreter was started before the call came
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1540,6 +1541,13 @@ func (x *CallResult) GetId() string {
 		return x.Id
 	}
 	return ""
+}
+
+func (x *CallResult) GetWarm() bool {
+	if x != nil {
+		return x.Warm
+	}
+	return false
 }
 
 // CallEvent is a system call that the filter refused.
@@ -1957,6 +1965,7 @@ type CallLanguage struct {
 	Limits        *CallLimits            `protobuf:"bytes,6,opt,name=limits,proto3" json:"limits,omitempty"`
 	CompileLimits *CallLimits            `protobuf:"bytes,7,opt,name=compile_limits,json=compileLimits,proto3" json:"compile_limits,omitempty"`
 	Missing       string                 `protobuf:"bytes,8,opt,name=missing,proto3" json:"missing,omitempty"` // why it can't be used: its environment is not there
+	Warm          bool                   `protobuf:"varint,9,opt,name=warm,proto3" json:"warm,omitempty"`      // mode warm is for it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2045,6 +2054,13 @@ func (x *CallLanguage) GetMissing() string {
 		return x.Missing
 	}
 	return ""
+}
+
+func (x *CallLanguage) GetWarm() bool {
+	if x != nil {
+		return x.Warm
+	}
+	return false
 }
 
 var File_dsec_v1_fncall_proto protoreflect.FileDescriptor
@@ -2182,7 +2198,7 @@ const file_dsec_v1_fncall_proto_rawDesc = "" +
 	"\x03key\x18\x06 \x01(\tR\x03key\x12\x1a\n" +
 	"\brecorded\x18\a \x01(\bR\brecorded\x12\x19\n" +
 	"\bqueue_us\x18\b \x01(\x03R\aqueueUs\x12\x12\n" +
-	"\x04host\x18\t \x01(\tR\x04host\"\x8a\x05\n" +
+	"\x04host\x18\t \x01(\tR\x04host\"\x9e\x05\n" +
 	"\n" +
 	"CallResult\x12\x18\n" +
 	"\averdict\x18\x01 \x01(\tR\averdict\x12\x12\n" +
@@ -2210,7 +2226,8 @@ const file_dsec_v1_fncall_proto_rawDesc = "" +
 	"\x06events\x18\x13 \x03(\v2\x12.dsec.v1.CallEventR\x06events\x12!\n" +
 	"\fevents_total\x18\x14 \x01(\x03R\veventsTotal\x12\x16\n" +
 	"\x06cached\x18\x15 \x01(\bR\x06cached\x12\x0e\n" +
-	"\x02id\x18\x16 \x01(\tR\x02id\"K\n" +
+	"\x02id\x18\x16 \x01(\tR\x02id\x12\x12\n" +
+	"\x04warm\x18\x17 \x01(\bR\x04warm\"K\n" +
 	"\tCallEvent\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\tR\x04call\x12\x14\n" +
 	"\x05count\x18\x02 \x01(\x03R\x05count\x12\x14\n" +
@@ -2229,7 +2246,7 @@ const file_dsec_v1_fncall_proto_rawDesc = "" +
 	"\x12CancelCallResponse\"\x1a\n" +
 	"\x18ListCallLanguagesRequest\"P\n" +
 	"\x19ListCallLanguagesResponse\x123\n" +
-	"\tlanguages\x18\x01 \x03(\v2\x15.dsec.v1.CallLanguageR\tlanguages\"\x8b\x02\n" +
+	"\tlanguages\x18\x01 \x03(\v2\x15.dsec.v1.CallLanguageR\tlanguages\"\x9f\x02\n" +
 	"\fCallLanguage\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\venvironment\x18\x02 \x01(\tR\venvironment\x12\x16\n" +
@@ -2238,7 +2255,8 @@ const file_dsec_v1_fncall_proto_rawDesc = "" +
 	"\x03run\x18\x05 \x03(\tR\x03run\x12+\n" +
 	"\x06limits\x18\x06 \x01(\v2\x13.dsec.v1.CallLimitsR\x06limits\x12:\n" +
 	"\x0ecompile_limits\x18\a \x01(\v2\x13.dsec.v1.CallLimitsR\rcompileLimits\x12\x18\n" +
-	"\amissing\x18\b \x01(\tR\amissing2\xfb\x03\n" +
+	"\amissing\x18\b \x01(\tR\amissing\x12\x12\n" +
+	"\x04warm\x18\t \x01(\bR\x04warm2\xfb\x03\n" +
 	"\rFnCallService\x128\n" +
 	"\x03Run\x12\x17.dsec.v1.RunCallRequest\x1a\x18.dsec.v1.RunCallResponse\x12G\n" +
 	"\bRunBatch\x12\x1c.dsec.v1.RunCallBatchRequest\x1a\x1d.dsec.v1.RunCallBatchResponse\x12D\n" +

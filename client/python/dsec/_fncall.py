@@ -89,6 +89,7 @@ class CallResult:
     events: Sequence[CallEvent]
     cached: bool
     id: str
+    warm: bool = False  # its interpreter was started before the call came
 
     @property
     def ok(self) -> bool:
@@ -101,7 +102,7 @@ class CallResult:
             f.flag("stdoutTruncated"), f.flag("stderrTruncated"), f.number("cpuUs") / 1e6, f.number("wallUs") / 1e6, f.number("memory"), f.flag("memoryHit"),
             f.flag("processesHit"), f.number("leftover"),
             f.subs("files", lambda x: CallFile(x.octets("path"), x.raw("data"), x.text("content"), x.flag("executable"))),
-            f.subs("events", lambda x: CallEvent(x.text("call"), x.number("count"), x.flag("fatal"))), f.flag("cached"), f.text("id"),
+            f.subs("events", lambda x: CallEvent(x.text("call"), x.number("count"), x.flag("fatal"))), f.flag("cached"), f.text("id"), f.flag("warm"),
         )
 
 
@@ -179,16 +180,22 @@ def program_body(lang: str, cmd: Sequence[Octets], code: Octets, files: Optional
     return body
 
 
+def mode_of(pooled: bool, warm: bool) -> str:
+    if pooled and warm:
+        raise Invalid("pooled and warm: want one of them")
+    return "pooled" if pooled else "warm" if warm else ""
+
+
 def common(
     lang: str, cmd: Sequence[Octets], code: Octets, files: Optional[CallFiles], environment: str, compile_args: Sequence[str], limits: Optional[CallLimits],
-    compile_limits: Optional[CallLimits], outputs: Sequence[str], keep: Sequence[str], job: str, key: str, hash_only: bool, pooled: bool, gpu: str,
+    compile_limits: Optional[CallLimits], outputs: Sequence[str], keep: Sequence[str], job: str, key: str, hash_only: bool, mode: str, gpu: str,
     queue: Optional[float],
 ) -> JSON:
     return ops.without_empty({
         "program": program_body(lang, cmd, code, files, environment, compile_args), "limits": limits.body() if limits else {},
         "compile_limits": compile_limits.body() if compile_limits else {},
         "outputs": [{"path": p} for p in outputs] + [{"path": p, "keep": True} for p in keep], "job": job, "key": key,
-        "hash_only": hash_only, "mode": "pooled" if pooled else "", "gpu": gpu, "queue_ms": milliseconds(queue, "queue"),
+        "hash_only": hash_only, "mode": mode, "gpu": gpu, "queue_ms": milliseconds(queue, "queue"),
     })
 
 
@@ -196,9 +203,9 @@ def call_body(
     lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Union[Octets, Kept] = b"", args: Sequence[Octets] = (),
     env: Optional[Env] = None, secret_env: Collection[Octets] = (), environment: str = "", compile_args: Sequence[str] = (),
     limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (), keep: Sequence[str] = (),
-    job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,
+    job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, warm: bool = False, gpu: str = "", queue: Optional[float] = None,
 ) -> JSON:
-    body = common(lang, cmd, code, files, environment, compile_args, limits, compile_limits, outputs, keep, job, key, hash_only, pooled, gpu, queue)
+    body = common(lang, cmd, code, files, environment, compile_args, limits, compile_limits, outputs, keep, job, key, hash_only, mode_of(pooled, warm), gpu, queue)
     body["input"] = CallInput(stdin, args, env).body(secret_env)
     return body
 
@@ -206,10 +213,10 @@ def call_body(
 def batch_body(
     inputs: Sequence[CallInput], lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, environment: str = "",
     compile_args: Sequence[str] = (), limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (),
-    keep: Sequence[str] = (), job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,
+    keep: Sequence[str] = (), job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, warm: bool = False, gpu: str = "", queue: Optional[float] = None,
     stop_early: bool = False,
 ) -> JSON:
-    body = common(lang, cmd, code, files, environment, compile_args, limits, compile_limits, outputs, keep, job, key, hash_only, pooled, gpu, queue)
+    body = common(lang, cmd, code, files, environment, compile_args, limits, compile_limits, outputs, keep, job, key, hash_only, mode_of(pooled, warm), gpu, queue)
     body["inputs"] = [i.body() for i in inputs]
     body["stop_early"] = stop_early
     return body

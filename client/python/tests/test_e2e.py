@@ -677,6 +677,10 @@ def test_function_calls(client, server):
     for gpu, error in (("shared", Unsupported), ("many", (Invalid, Unsupported))):
         with pytest.raises(error):
             sh("true", gpu=gpu)
+    with pytest.raises(Unsupported):  # a command is no interpreter
+        sh("true", warm=True)
+    with pytest.raises(Invalid):
+        sh("true", warm=True, pooled=True)
     langs = client.call_languages()
     assert "python" in langs and "fncall" in langs["python"]  # its environment is missing here
 

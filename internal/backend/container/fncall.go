@@ -68,7 +68,7 @@ func (c *Calls) request(e *fncall.Exec, room int) (*keeper.Call, []*os.File, err
 	l := e.Limits
 	r := &keeper.Call{Layers: e.Layers, UIDBase: base, Argv: e.Argv, Env: e.Env, Stdin: e.Stdin, CPU: l.CPU, Wall: l.Wall, Memory: l.Memory, Pids: int64(l.Processes),
 		Output: min(l.Output, keeper.MaxCallOutput), FSize: l.FileSize, Disk: l.Disk, Inodes: int64(l.Files), Stack: l.Stack, NoFile: int64(l.OpenFiles),
-		Pooled: e.Pooled, Devices: e.Devices, Filter: c.filter}
+		Pooled: e.Pooled, Devices: e.Devices, Filter: c.filter, Hold: e.Hold, Standbys: e.Standbys}
 	var files []*os.File
 	if e.StdinF != nil {
 		r.StdinFD, files, room = true, append(files, e.StdinF), room-1
@@ -129,7 +129,7 @@ func answer(e *fncall.Exec, k *keeper.CallEnd, files []*os.File) (*fncall.Exit, 
 	x := &fncall.Exit{
 		Facts: fncall.Facts{Code: k.Code, Signal: k.Signal, Filter: k.Filter, Output: k.OutputOver, OOM: k.OOM, CPUOver: k.CPUOver, WallOver: k.WallOver,
 			CPU: k.CPU, Wall: k.Wall, Memory: k.Memory, Processes: k.PidsHit, Leftover: k.Leftover},
-		Stdout: k.Stdout, Stderr: k.Stderr, StdoutCut: k.StdoutCut, StderrCut: k.StderrCut, EventsTotal: k.EventsTotal,
+		Stdout: k.Stdout, Stderr: k.Stderr, StdoutCut: k.StdoutCut, StderrCut: k.StderrCut, EventsTotal: k.EventsTotal, Ahead: k.Ahead,
 	}
 	if k.NotBegun != "" {
 		x.NotBegun = fmt.Sprintf("%.200s: %s", e.Argv[0], k.NotBegun)
@@ -234,4 +234,13 @@ func (c *Calls) Pair(ctx context.Context, a, b *fncall.Exec) (x, y *fncall.Exit,
 	y, got = answer(b, &end.B, got)
 	closeFiles(got)
 	return x, y, end.First, nil
+}
+
+// Standbys implements fncall.Runner. A host whose keeper does not answer has none.
+func (c *Calls) Standbys(ctx context.Context) (int, error) {
+	k, err := c.b.link(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return k.Standbys(ctx)
 }

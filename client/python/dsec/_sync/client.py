@@ -83,25 +83,25 @@ class Client:
         self, lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None, stdin: Union[Octets, Kept] = b"", args: Sequence[Octets] = (),
         env: Optional[Env] = None, secret_env: Collection[Octets] = (), environment: str = "", compile_args: Sequence[str] = (),
         limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None, outputs: Sequence[str] = (), keep: Sequence[str] = (),
-        job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "", queue: Optional[float] = None,
+        job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, warm: bool = False, gpu: str = "", queue: Optional[float] = None,
     ) -> CallAnswer:
         """Runs a small program to its end and judges it: `code` in a language, or `cmd`. Nothing of it stays. See `CallLimits` for bounds;
         `outputs` are files of its work folder to bring back, `keep` those to keep under their SHA-256. The same `key` again gives the
-        recorded answer."""
+        recorded answer. `warm` lets it begin in an interpreter that may be up already, for the languages that have it."""
         return self._t.run(fn.run(fn.call_body(
             lang, cmd=cmd, code=code, files=files, stdin=stdin, args=args, env=env, secret_env=secret_env, environment=environment, compile_args=compile_args,
-            limits=limits, compile_limits=compile_limits, outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, gpu=gpu, queue=queue)))
+            limits=limits, compile_limits=compile_limits, outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, warm=warm, gpu=gpu, queue=queue)))
 
     def fncall_batch(
         self, inputs: Sequence[CallInput], lang: str = "", *, cmd: Sequence[Octets] = (), code: Octets = "", files: Optional[CallFiles] = None,
         environment: str = "", compile_args: Sequence[str] = (), limits: Optional[CallLimits] = None, compile_limits: Optional[CallLimits] = None,
-        outputs: Sequence[str] = (), keep: Sequence[str] = (), job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, gpu: str = "",
+        outputs: Sequence[str] = (), keep: Sequence[str] = (), job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, warm: bool = False, gpu: str = "",
         queue: Optional[float] = None, stop_early: bool = False,
     ) -> BatchAnswer:
         """Compiles a program once and runs it for each input. With `stop_early` the first result that is not OK cancels what has not begun."""
         return self._t.run(fn.run_batch(fn.batch_body(
             inputs, lang, cmd=cmd, code=code, files=files, environment=environment, compile_args=compile_args, limits=limits, compile_limits=compile_limits,
-            outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, gpu=gpu, queue=queue, stop_early=stop_early)))
+            outputs=outputs, keep=keep, job=job, key=key, hash_only=hash_only, pooled=pooled, warm=warm, gpu=gpu, queue=queue, stop_early=stop_early)))
 
     def fncall_pair(
         self, program: CallSide, interactor: CallSide, *, job: str = "", key: str = "", hash_only: bool = False, pooled: bool = False, queue: Optional[float] = None,
