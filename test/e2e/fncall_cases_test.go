@@ -46,6 +46,12 @@ var callCases = []callCase{
 	{name: "python syntax", lang: "python", code: "def (", verdict: "RE", codes: []int32{1}, err: "SyntaxError"},
 	{name: "javascript ok", lang: "javascript", code: "process.stdin.on('data', d => console.log(String(d).toUpperCase().trim()))", stdin: "abc", verdict: "OK", out: "ABC\n"},
 	{name: "javascript throw", lang: "javascript", code: "throw new Error('x')", verdict: "RE", codes: []int32{1}, err: "Error: x"},
+	{name: "pytest passes", lang: "pytest", code: "def test_a(): assert 1 + 1 == 2\n", verdict: "OK", out: "*", check: func(t *testing.T, r *dsecv1.CallResult) {
+		if !strings.Contains(r.Stdout, "1 passed") {
+			t.Errorf("%s", r.Stdout)
+		}
+	}},
+	{name: "pytest fails", lang: "pytest", code: "def test_a(): assert [1, 2] == [1, 3]\n", verdict: "RE", codes: []int32{1}, err: "At index 1 diff: 2 != 3"},
 	{name: "bash ok", lang: "bash", code: "read a; echo \"$a-$1\"", stdin: "x\n", args: []string{"y z"}, verdict: "OK", out: "x-y z\n"},
 	{name: "bash exit", lang: "bash", code: "exit 255", verdict: "RE", codes: []int32{255}},
 	{name: "arguments with odd octets", lang: "python", code: "import sys; print(sys.argv[1:])", args: []string{"", "a b", "$HOME", "\"q\"\n"}, verdict: "OK", out: "['', 'a b', '$HOME', '\"q\"\\n']\n"},
@@ -60,7 +66,7 @@ var callCases = []callCase{
 	{name: "a file that the compiler must not see", lang: "c", code: "#include \"/etc/shadow\"\nint main(void){return 0;}", verdict: "CE"},
 
 	// Time (B28).
-	{name: "B28 four children of half a second", lang: "python", code: "import os,time\nfor i in range(4):\n  if os.fork()==0:\n    t=time.process_time()\n    while time.process_time()-t<0.5: pass\n    os._exit(0)\nfor i in range(4): os.wait()", limits: &dsecv1.CallLimits{CpuMs: 1000, WallMs: 20000}, verdict: "TLE", limit: "cpu"},
+	{name: "B28 four children of half a second", lang: "python", code: "import os,time\nfor i in range(4):\n  if os.fork()==0:\n    t=time.process_time()\n    while time.process_time()-t<0.5: pass\n    os._exit(0)\nfor i in range(4): os.wait()", limits: &dsecv1.CallLimits{CpuMs: 1000, WallMs: 120000}, verdict: "TLE", limit: "cpu"},
 	{name: "B28 sleep", lang: "bash", code: "sleep 30", limits: &dsecv1.CallLimits{CpuMs: 1000, WallMs: 1500}, verdict: "TLE", limit: "wall", check: func(t *testing.T, r *dsecv1.CallResult) {
 		if r.CpuUs > 500_000 || r.WallUs < 1_490_000 {
 			t.Errorf("cpu %d us, wall %d us", r.CpuUs, r.WallUs)
@@ -71,14 +77,14 @@ var callCases = []callCase{
 			t.Errorf("leftover %d, cpu %d us", r.Leftover, r.CpuUs)
 		}
 	}},
-	{name: "B28 nine tenths of a second", lang: "c", code: "#include <time.h>\nint main(void){while(clock()<CLOCKS_PER_SEC*9/10);return 0;}", limits: &dsecv1.CallLimits{CpuMs: 2000, WallMs: 20000}, verdict: "OK", check: func(t *testing.T, r *dsecv1.CallResult) {
+	{name: "B28 nine tenths of a second", lang: "c", code: "#include <time.h>\nint main(void){while(clock()<CLOCKS_PER_SEC*9/10);return 0;}", limits: &dsecv1.CallLimits{CpuMs: 2000, WallMs: 120000}, verdict: "OK", check: func(t *testing.T, r *dsecv1.CallResult) {
 		if r.CpuUs < 850_000 {
 			t.Errorf("cpu %d us", r.CpuUs)
 		}
 	}},
-	{name: "B28 four threads spin", lang: "c", code: "#include <pthread.h>\nvoid*f(void*a){for(;;);}\nint main(void){pthread_t t;for(int i=0;i<4;i++)pthread_create(&t,0,f,0);f(0);}", limits: &dsecv1.CallLimits{CpuMs: 1000, WallMs: 20000}, verdict: "TLE", limit: "cpu"},
-	{name: "B28 deaf to signals", lang: "c", code: "#include <signal.h>\nint main(void){for(int i=1;i<64;i++)signal(i,SIG_IGN);for(;;);}", limits: &dsecv1.CallLimits{CpuMs: 500, WallMs: 20000}, verdict: "TLE", limit: "cpu"},
-	{name: "endless loop", lang: "python", code: "while True: pass", limits: &dsecv1.CallLimits{CpuMs: 500, WallMs: 20000}, verdict: "TLE", limit: "cpu"},
+	{name: "B28 four threads spin", lang: "c", code: "#include <pthread.h>\nvoid*f(void*a){for(;;);}\nint main(void){pthread_t t;for(int i=0;i<4;i++)pthread_create(&t,0,f,0);f(0);}", limits: &dsecv1.CallLimits{CpuMs: 1000, WallMs: 120000}, verdict: "TLE", limit: "cpu"},
+	{name: "B28 deaf to signals", lang: "c", code: "#include <signal.h>\nint main(void){for(int i=1;i<64;i++)signal(i,SIG_IGN);for(;;);}", limits: &dsecv1.CallLimits{CpuMs: 500, WallMs: 120000}, verdict: "TLE", limit: "cpu"},
+	{name: "endless loop", lang: "python", code: "while True: pass", limits: &dsecv1.CallLimits{CpuMs: 500, WallMs: 120000}, verdict: "TLE", limit: "cpu"},
 	{name: "waits for input that never comes", lang: "c", code: "#include <unistd.h>\nint main(void){pause();return 0;}", limits: &dsecv1.CallLimits{WallMs: 500}, verdict: "TLE", limit: "wall"},
 
 	// Memory (B10).
@@ -134,7 +140,7 @@ var callCases = []callCase{
 			t.Error("the limit of processes was not told")
 		}
 	}},
-	{name: "a fork that is refused is told", lang: "python", code: "import os,time\nn=0\ntry:\n  while True:\n    if os.fork()==0: time.sleep(100); os._exit(0)\n    n+=1\nexcept OSError: print('refused' if n>10 else n)", limits: &dsecv1.CallLimits{Processes: 20, WallMs: 10000}, verdict: "OK", out: "refused\n", check: func(t *testing.T, r *dsecv1.CallResult) {
+	{name: "a fork that is refused is told", lang: "python", code: "import os,time\nn=0\ntry:\n  while True:\n    if os.fork()==0: time.sleep(100); os._exit(0)\n    n+=1\nexcept OSError: print('refused' if n>10 else n)", limits: &dsecv1.CallLimits{Processes: 20, WallMs: 60000}, verdict: "OK", out: "refused\n", check: func(t *testing.T, r *dsecv1.CallResult) {
 		if !r.ProcessesHit || r.Leftover == 0 {
 			t.Errorf("hit %v, leftover %d", r.ProcessesHit, r.Leftover)
 		}

@@ -53,22 +53,29 @@ func fncalls(t *testing.T) *service {
 	return s
 }
 
-// TestCallVerdicts gives every case to the judge. Cases that measure time run with the others: limits are of CPU time or far apart.
+// TestCallVerdicts gives every case to the judge, those of interpreters in mode warm too; with a variable of their own, so that none is left
+// waiting. Cases that measure time run with the others: limits are of CPU time or far apart.
 func TestCallVerdicts(t *testing.T) {
 	s := fncalls(t)
 	c := s.client()
 	for i := range callCases {
 		k := &callCases[i]
-		t.Run(k.name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
-			defer cancel()
-			res, err := c.Calls.Run(ctx, connect.NewRequest(&dsecv1.RunCallRequest{Job: "verdicts",
-				Program: &dsecv1.CallProgram{Lang: k.lang, Code: k.code}, Input: &dsecv1.CallInput{Stdin: k.stdin, Args: k.args},
-				Limits: k.limits, CompileLimits: k.compile, QueueMs: 120_000}))
-			if err != nil {
-				t.Fatal(client.Wrap(err))
-			}
-			k.judge(t, res.Msg)
-		})
+		modes := map[string][]*dsecv1.EnvVar{"fresh": nil}
+		if k.lang == "python" || k.lang == "pytest" || k.lang == "javascript" {
+			modes["warm"] = []*dsecv1.EnvVar{{Name: "OWN", Value: "1"}}
+		}
+		for mode, env := range modes {
+			t.Run(k.name+", "+mode, func(t *testing.T) {
+				ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+				defer cancel()
+				res, err := c.Calls.Run(ctx, connect.NewRequest(&dsecv1.RunCallRequest{Job: "verdicts", Mode: mode,
+					Program: &dsecv1.CallProgram{Lang: k.lang, Code: k.code}, Input: &dsecv1.CallInput{Stdin: k.stdin, Args: k.args, Env: env},
+					Limits: k.limits, CompileLimits: k.compile, QueueMs: 120_000}))
+				if err != nil {
+					t.Fatal(client.Wrap(err))
+				}
+				k.judge(t, res.Msg)
+			})
+		}
 	}
 }

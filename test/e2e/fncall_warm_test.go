@@ -78,7 +78,7 @@ func TestWarmCalls(t *testing.T) {
 		"children":    {Code: "import subprocess, multiprocessing as m\nm.set_start_method('spawn')\ndef f(q): q.put(__name__)\nif __name__ == '__main__':\n  q = m.Queue(); p = m.Process(target=f, args=(q,)); p.start(); print(q.get()); p.join(); print(subprocess.run(['id']).returncode)"},
 		"descriptors": {Code: "import os\nprint(sorted(os.listdir('/proc/self/fd')), os.listdir('.'), os.stat('main.py').st_size, open('main.py').read())"},
 		"no memory":   {Code: "a=[]\nwhile True: a.append('x'*1000000)", Limits: &dsecv1.CallLimits{Memory: 96 * mib}},
-		"no time":     {Code: "while True: pass", Limits: &dsecv1.CallLimits{CpuMs: 300, WallMs: 60_000}},
+		"no time":     {Code: "while True: pass", Limits: &dsecv1.CallLimits{CpuMs: 300, WallMs: 120_000}},
 		"a main":      {Code: "import dis, inspect\ndef f(): return 1\nprint(inspect.getsource(f), f.__code__.co_filename)\nimport main\nprint(main.__name__)"},
 	} {
 		q.Lang = "python"
