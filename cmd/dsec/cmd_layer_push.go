@@ -26,6 +26,7 @@ import (
 type ownStore struct {
 	Local string `help:"Store of the services here, as their --store." default:"/var/lib/dsec/store" placeholder:"STORE"`
 	Env   bool   `help:"REF is an environment: with all its layers."`
+	Check bool   `help:"Compare layers that are there already with their digests, and bring again what is wrong."`
 }
 
 func (x *ownStore) open(ctx context.Context, c *cli, other string) (cl *client.Client, own, far store.Store, err error) {
@@ -80,7 +81,7 @@ func (x *layerPushCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	all, done, err := layer.Copy(ctx, far, own, p.Layers, copyMeter())
+	all, done, err := layer.Copy(ctx, far, own, p.Layers, x.Check, copyMeter())
 	if err != nil {
 		return err
 	}
@@ -203,7 +204,7 @@ func (x *layerPullCmd) Run(ctx context.Context, c *cli) error {
 	} else if p, err = layer.ReadPushed(ctx, far, x.kind(), x.Ref); err != nil {
 		return err
 	}
-	all, done, err := layer.Copy(ctx, own, far, p.Layers, copyMeter())
+	all, done, err := layer.Copy(ctx, own, far, p.Layers, x.Check, copyMeter())
 	if err != nil {
 		return err
 	}

@@ -25,8 +25,11 @@ func (g *Gateway) garbage(w http.ResponseWriter, r *http.Request) {
 	found, err := g.layers.Unused(r.Context(), age)
 	if err != nil {
 		code := http.StatusInternalServerError
-		if errors.Is(err, sandbox.ErrUnsupported) {
+		switch {
+		case errors.Is(err, sandbox.ErrUnsupported):
 			code = http.StatusNotImplemented
+		case errors.Is(err, sandbox.ErrState):
+			code = http.StatusConflict
 		}
 		http.Error(w, err.Error(), code)
 		return

@@ -6,8 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/dsec-dev/dsec/internal/facts"
@@ -25,10 +25,10 @@ type Catalogue struct {
 	now   func() time.Time
 	read  recent
 
-	// mu keeps the import of a layer apart from the removal of its last use in this process. Of several processes with one
-	// store, only one may remove; see sole.go for those with facts of their own.
+	// mu keeps the import of a layer apart from the removal of its last use in this process. Of the processes with one set of facts only one may
+	// remove; those with facts of their own see each other's references (others.go).
 	mu     sync.Mutex
-	marked atomic.Bool
+	marked bool // the mark was left in this life
 }
 
 // New returns a catalogue on the facts and the store. A host has no facts (nil): its catalogue builds snapshots and finds images, and
@@ -50,17 +50,39 @@ func (c *Catalogue) Hold(ctx context.Context, project string, id ID) error {
 	return c.hold(ctx, project, id)
 }
 
+// hold makes the project a holder of a layer that is there. The caller has mu.
 func (c *Catalogue) hold(ctx context.Context, project string, id ID) error {
 	if c.facts == nil {
 		return nil
 	}
-	if err := c.mark(ctx); err != nil {
-		return fmt.Errorf("keep layer %s: %w", id, err)
-	}
-	if _, err := c.facts.Put(ctx, heldKey(project, id), nil, facts.Any); err != nil {
+	if err := c.holdOne(ctx, project, id); err != nil {
 		return fmt.Errorf("keep layer %s: %w", id, err)
 	}
 	return nil
+}
+
+func (c *Catalogue) holdOne(ctx context.Context, project string, id ID) error {
+	if !c.marked {
+		if err := c.mark(ctx); err != nil {
+			return err
+		}
+	}
+	if _, err := c.facts.Get(ctx, heldKey(project, id)); err == nil {
+		return nil // and so it has its reference
+	} else if !errors.Is(err, sandbox.ErrNotFound) {
+		return err
+	}
+	me, err := c.identity(ctx)
+	if err == nil {
+		err = store.Put(ctx, c.store, referenceKey(me, id), strings.NewReader("{}"))
+	}
+	if err == nil {
+		_, err = c.Descriptor(ctx, id) // whoever removes it from now on sees the reference
+	}
+	if err == nil {
+		_, err = c.facts.Put(ctx, heldKey(project, id), nil, facts.Any)
+	}
+	return err
 }
 
 func descriptorKey(id ID) string { return "layers/" + id.Hex() + ".json" }
@@ -122,19 +144,25 @@ func (c *Catalogue) keep(ctx context.Context, project string, draft *formDraft, 
 }
 
 // keepOne is keep; added says that the layer was there and has got another form.
-func (c *Catalogue) keepOne(ctx context.Context, project string, draft *formDraft, built *Built, form Form, opt Options) (_ Descriptor, added bool, err error) {
-	d := Descriptor{
+func (c *Catalogue) keepOne(ctx context.Context, project string, draft *formDraft, built *Built, form Form, opt Options) (d Descriptor, added bool, err error) {
+	d = Descriptor{
 		ID: built.ID, Arch: built.Arch, Forms: []Form{form}, Parents: opt.Parents, Opaque: built.Opaque,
 		Created: c.now().UTC(), Source: opt.Source, Entries: built.Entries, Bytes: built.Bytes,
 	}
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if project != "" {
-		if err := c.hold(ctx, project, d.ID); err != nil {
-			return Descriptor{}, false, err
+	// Held last: who dies before has left nothing that a sweep does not take, and what was just written is too young for one.
+	defer func() {
+		if err != nil || project == "" || opt.Unheld {
+			return
 		}
-	}
+		if err = c.hold(ctx, project, d.ID); errors.Is(err, sandbox.ErrNotFound) { // removed by another service in this moment: it was of old
+			if err = c.describe(ctx, d); err == nil {
+				err = c.hold(ctx, project, d.ID)
+			}
+		}
+	}()
 	old, err := c.Descriptor(ctx, d.ID)
 	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return Descriptor{}, false, err
@@ -143,7 +171,7 @@ func (c *Catalogue) keepOne(ctx context.Context, project string, draft *formDraf
 		whole := c.wholeForms(ctx, old)
 		if len(whole) > 0 && (opt.Form == "" || whole[0].Kind == opt.Form) && len(opt.Hot) == 0 {
 			// The same tree is there already. Written again it is young, so that no Sweep takes it before somebody holds it.
-			d, err := c.touch(ctx, old, whole)
+			d, err = c.touch(ctx, old, whole)
 			return d, false, err
 		}
 		d.Created, d.Source = old.Created, old.Source

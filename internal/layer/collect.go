@@ -12,32 +12,21 @@ import (
 	"github.com/dsec-dev/dsec/internal/store"
 )
 
-// holders lists the layers that any project holds, or a name in the store itself. With tidy, claims that nobody took are removed.
-func (c *Catalogue) holders(ctx context.Context, tidy bool) (map[ID]bool, error) {
-	list, err := c.facts.List(ctx, "held:", "", 0)
-	if err != nil {
-		return nil, err
-	}
-	out := map[ID]bool{}
-	for _, f := range list {
-		out[ID(idPrefix+f.Key[strings.LastIndexByte(f.Key, ':')+1:])] = true
-	}
-	return out, c.pushed(ctx, tidy, func(id ID) { out[id] = true })
-}
-
 // collect removes the layer's data when nothing holds it any more. The caller has mu.
 func (c *Catalogue) collect(ctx context.Context, id ID) error {
-	if err := c.sole(ctx); errors.Is(err, sandbox.ErrState) {
+	h, err := c.holders(ctx, true)
+	if errors.Is(err, sandbox.ErrState) {
 		return nil // sweeps tell
-	} else if err != nil {
+	}
+	if err != nil || h.all[id] {
 		return err
 	}
-	held, err := c.holders(ctx, true)
-	if err != nil || held[id] {
+	d, err := c.erase(ctx, id, !h.alone)
+	if err != nil || d.ID == "" {
 		return err
 	}
-	d, err := c.erase(ctx, id)
-	if err != nil || d.ID == "" || !c.local(d) {
+	back, err := c.putBack(ctx, []Descriptor{d})
+	if err != nil || back[id] || !h.alone || !c.local(d) {
 		return err
 	}
 	return c.free(ctx, d, c.now().Add(-youngest))
@@ -47,8 +36,8 @@ func (c *Catalogue) collect(ctx context.Context, id ID) error {
 const youngest = time.Hour
 
 // erase takes a layer away and returns what it was; nothing when there was none. Its objects are left: to Sweep, for who may read them
-// still, or because other layers have the same contents.
-func (c *Catalogue) erase(ctx context.Context, id ID) (Descriptor, error) {
+// still, or because other layers have the same contents. What is shared with other catalogues, or far away, is noted as removed first.
+func (c *Catalogue) erase(ctx context.Context, id ID, shared bool) (Descriptor, error) {
 	d, err := c.Descriptor(ctx, id)
 	if errors.Is(err, sandbox.ErrNotFound) {
 		return Descriptor{}, nil
@@ -57,7 +46,7 @@ func (c *Catalogue) erase(ctx context.Context, id ID) (Descriptor, error) {
 		return d, err
 	}
 	defer c.forget(id)
-	if !c.local(d) {
+	if shared || !c.local(d) {
 		if err := c.bury(ctx, d); err != nil {
 			return d, err
 		}
@@ -108,12 +97,14 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 			return g, fmt.Errorf("sweep layers: %w", err)
 		}
 	}
-	if err := c.sole(ctx); err != nil {
-		return g, fmt.Errorf("sweep layers: %w", err)
-	}
-	keep, err := c.holders(ctx, !dry)
+	h, err := c.holders(ctx, !dry)
 	if err != nil {
 		return g, fmt.Errorf("sweep layers: %w", err)
+	}
+	if !dry {
+		if err := c.exhume(ctx, h.all); err != nil {
+			return g, fmt.Errorf("sweep layers: %w", err)
+		}
 	}
 	// Before anything is looked at: a host that takes a layer up later does so while its grace runs.
 	leased, err := c.leased(ctx, !dry)
@@ -137,7 +128,7 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 			return false
 		}
 		found[id] = d
-		if keep[id] || i.Modified.After(before) {
+		if h.all[id] || i.Modified.After(before) {
 			parents = append(parents, d.Parents...)
 		} else {
 			old[id] = true
@@ -163,17 +154,34 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 			}
 		}
 	}
+	var gone []Descriptor
+	var young []ID // after all
 	for id, d := range found {
 		if old[id] {
-			g.Layers = append(g.Layers, unused(d, !c.local(d)))
-			if dry && !c.local(d) {
-				use(d) // a removed layer's objects stay a while
-			}
+			deferred := !h.alone || !c.local(d)
+			g.Layers = append(g.Layers, unused(d, deferred))
 			if dry {
+				if deferred {
+					use(d) // a removed layer's objects stay a while
+				}
 				continue
 			}
-			if _, err := c.erase(ctx, id); err != nil {
+			// Somebody may have made it young meanwhile, to hold it.
+			now, err := c.store.Stat(ctx, descriptorKey(id))
+			if errors.Is(err, sandbox.ErrNotFound) || err == nil && now.Modified.After(before) {
+				young = append(young, id)
+				use(d)
+				continue
+			}
+			var was Descriptor
+			if err == nil {
+				was, err = c.erase(ctx, id, !h.alone)
+			}
+			if err != nil {
 				return g, fmt.Errorf("sweep layers: %w", err)
+			}
+			if was.ID != "" {
+				gone = append(gone, was)
 			}
 			continue
 		}
@@ -189,6 +197,14 @@ func (c *Catalogue) sweep(ctx context.Context, age time.Duration, dry bool) (g G
 		}
 		use(d)
 	}
+	back, err := c.putBack(ctx, gone)
+	if err != nil {
+		return g, fmt.Errorf("sweep layers: %w", err)
+	}
+	for id := range back {
+		use(found[id])
+	}
+	g.Layers = slices.DeleteFunc(g.Layers, func(u Unused) bool { return back[u.ID] || slices.Contains(young, u.ID) })
 	if err := c.buried(ctx, c.now().Add(-graceFactor*age), leased, !dry, use); err != nil {
 		return g, fmt.Errorf("sweep layers: %w", err)
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -152,9 +153,11 @@ func ReadPushed(ctx context.Context, s store.Store, kind, ref string) (Pushed, e
 	return p, nil
 }
 
-// Copy copies layers between stores, with the parents of snapshots, and returns all of them, parents first. A layer that dst has in whole is
-// only made young again; one that broke off is gone on with. A descriptor follows its objects, so that none is there in part.
-func Copy(ctx context.Context, dst, src store.Store, ids []ID, progress func(store.CopyProgress)) ([]ID, store.CopyProgress, error) {
+// Copy copies layers between stores, with the parents of snapshots, and returns all of them, parents first. A layer whose descriptor dst has, and whose
+// objects with their sizes, is only made young again: a descriptor is written after its objects were compared with their digests. With check they
+// are compared once more (see [store.Copy]), and what is wrong is brought again. One that broke off is gone on with. A descriptor follows its objects, so
+// that none is there in part.
+func Copy(ctx context.Context, dst, src store.Store, ids []ID, check bool, progress func(store.CopyProgress)) ([]ID, store.CopyProgress, error) {
 	from, to := New(nil, src), New(nil, dst)
 	var all []ID
 	seen := map[ID]bool{}
@@ -180,6 +183,13 @@ func Copy(ctx context.Context, dst, src store.Store, ids []ID, progress func(sto
 			all = append(all, id)
 			if old, err := to.Descriptor(ctx, id); err == nil && to.anyWhole(ctx, old) {
 				descriptors = append(descriptors, old)
+				if check {
+					again, err := to.compared(ctx, old, d)
+					if err != nil {
+						return err
+					}
+					keys = append(keys, again...)
+				}
 				continue
 			} else if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 				return err
@@ -246,6 +256,26 @@ func Copy(ctx context.Context, dst, src store.Store, ids []ID, progress func(sto
 			return nil, done, fmt.Errorf("copy layers: their objects are removed as fast as they come: %w", sandbox.ErrState)
 		}
 	}
+}
+
+// compared are the objects of a layer that are to be compared with those of the same layer in another store. Forms that only this store has, as after it
+// laid the layer out anew, are read here.
+func (c *Catalogue) compared(ctx context.Context, mine, other Descriptor) (keys []string, err error) {
+	for _, f := range mine.Forms {
+		if f.Superseded != nil {
+			continue
+		}
+		if !slices.ContainsFunc(other.Forms, func(o Form) bool { return o.Digest == f.Digest }) {
+			if err := c.verify(ctx, f); err != nil {
+				return nil, fmt.Errorf("layer %s, laid out anew in the store that is written: %w", mine.ID, err)
+			}
+			continue
+		}
+		for _, b := range f.blobs() {
+			keys = append(keys, b.key)
+		}
+	}
+	return keys, nil
 }
 
 // copyTries is how often a Copy brings objects again that went meanwhile.

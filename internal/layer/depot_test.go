@@ -1,6 +1,7 @@
 package layer_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/dsec-dev/dsec/internal/facts"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/store"
@@ -31,7 +31,7 @@ func TestPushAndPull(t *testing.T) {
 	must(t, err)
 	v := publish(t, a, "default", "base/debian", "text")
 	for range 2 {
-		all, done, err := layer.Copy(ctx, depot, from, []layer.ID{v.ID}, nil)
+		all, done, err := layer.Copy(ctx, depot, from, []layer.ID{v.ID}, false, nil)
 		if err != nil || len(all) != 1 || all[0] != v.ID || done.Skipped != 0 {
 			t.Fatalf("%v %+v %v", all, done, err)
 		}
@@ -48,7 +48,7 @@ func TestPushAndPull(t *testing.T) {
 			t.Errorf("%s: %v", ref, err)
 		}
 	}
-	if _, _, err := layer.Copy(ctx, to, depot, []layer.ID{v.ID}, nil); err != nil {
+	if _, _, err := layer.Copy(ctx, to, depot, []layer.ID{v.ID}, false, nil); err != nil {
 		t.Fatal(err)
 	}
 	token := strings.Repeat("ab", 16)
@@ -87,7 +87,7 @@ func TestCopyBreaksOff(t *testing.T) {
 		must(t, err)
 		to := storetest.NewFaulty(inner, seed, nil, storetest.Faults{Errors: 0.15, Lost: 0.1})
 		for {
-			_, _, err := layer.Copy(ctx, to, from, []layer.ID{v.ID}, nil)
+			_, _, err := layer.Copy(ctx, to, from, []layer.ID{v.ID}, false, nil)
 			c := layer.New(nil, inner)
 			if _, derr := c.Descriptor(ctx, v.ID); derr == nil {
 				must(t, c.Verify(ctx, v.ID))
@@ -141,7 +141,7 @@ func TestSweepsDuringPushes(t *testing.T) {
 			to := storetest.NewFaulty(inner, uint64(i), nil, storetest.Faults{Stalls: 0.5, Stall: 3 * time.Millisecond})
 			name := fmt.Sprintf("l/%d", i)
 			for range 12 {
-				_, _, err := layer.Copy(ctx, to, from, []layer.ID{id}, nil)
+				_, _, err := layer.Copy(ctx, to, from, []layer.ID{id}, false, nil)
 				if err == nil {
 					err = layer.WritePushed(ctx, to, layer.Pushed{Kind: layer.PushedLayer, Name: name, Version: 1, Layers: []layer.ID{id}})
 				}
@@ -185,44 +185,51 @@ func TestSweepsDuringPushes(t *testing.T) {
 	sweeps.Wait()
 }
 
-// Two services with facts of their own on one store: neither removes what the other holds, and both say so until one is gone.
-func TestTwoCataloguesOnOneStore(t *testing.T) {
+// What a store has of a layer is compared where that is asked for: what is wrong is brought again, and a form that only this store has must be right.
+func TestCopyChecks(t *testing.T) {
 	ctx := context.Background()
 	a, adir := newCatalogue(t)
-	shared, err := store.NewDir(filepath.Join(adir, "store"))
+	from, err := store.NewDir(filepath.Join(adir, "store"))
 	must(t, err)
-	f, err := facts.OpenBolt(filepath.Join(t.TempDir(), "facts.db"))
+	v, err := a.ImportTar(ctx, "default", bytes.NewReader(archive(t, file("f", strings.Repeat("text", 5000)), file("g", strings.Repeat("more", 5000)))), layer.Options{})
 	must(t, err)
-	defer f.Close()
-	mine := publish(t, a, "default", "x", "of both")
-	sweep(t, a) // alone
-	b := layer.New(f, shared)
-	same, only := publish(t, b, "default", "x", "of both"), publish(t, b, "default", "y", "of b")
-	if mine.ID != same.ID {
-		t.Fatal("not the same layer")
+	dir := filepath.Join(t.TempDir(), "s")
+	to, err := store.NewDir(dir)
+	must(t, err)
+	c := layer.New(nil, to)
+	copied := func(check bool) (store.CopyProgress, error) {
+		_, p, err := layer.Copy(ctx, to, from, []layer.ID{v.ID}, check, nil)
+		return p, err
 	}
-	must(t, a.Remove(ctx, "default", "x"))
-	for _, c := range []*layer.Catalogue{a, b} {
-		if _, err := c.Sweep(ctx, -time.Hour); !errors.Is(err, sandbox.ErrState) || !strings.Contains(err.Error(), "catalogues/") {
-			t.Errorf("sweep: %v", err)
+	_, err = copied(false)
+	must(t, err, c.Verify(ctx, v.ID))
+	d, err := c.Descriptor(ctx, v.ID)
+	must(t, err)
+	spoil := func(digest string) {
+		t.Helper()
+		path, _ := to.Path(layer.BlobKey(digest))
+		b, err := os.ReadFile(path)
+		must(t, err)
+		b[len(b)/2] ^= 1
+		must(t, os.Chmod(path, 0o600), os.WriteFile(path, b, 0o600))
+	}
+	for _, digest := range []string{d.Forms[0].Digest, d.Forms[0].Data.Digest, d.Forms[0].Data.Units} {
+		spoil(digest)
+		if p, err := copied(false); err != nil || p.Total != 0 || c.Verify(ctx, v.ID) == nil {
+			t.Errorf("not asked to compare: %+v %v", p, err)
 		}
-	}
-	must(t, b.Verify(ctx, same.ID))
-	must(t, b.Verify(ctx, only.ID))
-	// The other one is gone for good: its mark is deleted by hand, and what it had goes with the next sweep.
-	var marks []string
-	must(t, shared.List(ctx, "catalogues/", func(i store.Info) bool { marks = append(marks, i.Key); return true }))
-	if len(marks) != 2 {
-		t.Fatalf("marks %q", marks)
-	}
-	_, err = a.Sweep(ctx, time.Hour)
-	for _, m := range marks {
-		if strings.Contains(err.Error(), m) {
-			must(t, shared.Delete(ctx, m))
+		if p, err := copied(true); err != nil || p.Total != 3 || p.Skipped != 2 {
+			t.Errorf("asked to compare: %+v %v", p, err)
 		}
+		must(t, c.Verify(ctx, v.ID))
 	}
-	sweep(t, a)
-	if err := a.Verify(ctx, only.ID); !errors.Is(err, sandbox.ErrNotFound) {
-		t.Errorf("a layer that nobody holds any more: %v", err)
+	// Laid out anew there: the source can't mend it.
+	d, err = c.Relayout(ctx, v.ID, []string{"/g"})
+	must(t, err)
+	_, err = copied(true)
+	must(t, err)
+	spoil(d.Forms[0].Digest)
+	if _, err := copied(true); !errors.Is(err, sandbox.ErrLost) {
+		t.Errorf("a damaged form that the source does not have: %v", err)
 	}
 }

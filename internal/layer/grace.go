@@ -82,6 +82,45 @@ func (c *Catalogue) buried(ctx context.Context, after time.Time, leased map[ID]b
 	return nil
 }
 
+// exhume puts the descriptors of held layers back that are among the removed ones alone: who removed them died before it saw that they are held.
+func (c *Catalogue) exhume(ctx context.Context, held map[ID]bool) error {
+	var lost []ID
+	if err := c.store.List(ctx, "removed/", func(i store.Info) bool {
+		if id := ID(idPrefix + strings.TrimSuffix(strings.TrimPrefix(i.Key, "removed/"), ".json")); held[id] {
+			lost = append(lost, id)
+		}
+		return true
+	}); err != nil {
+		return err
+	}
+	for _, id := range lost {
+		if _, err := c.Descriptor(ctx, id); !errors.Is(err, sandbox.ErrNotFound) {
+			if err != nil {
+				return err
+			}
+			continue
+		}
+		var d Descriptor
+		text, err := store.ReadAll(ctx, c.store, removedKey(id), maxDescriptor)
+		if errors.Is(err, sandbox.ErrNotFound) {
+			continue
+		}
+		if err == nil {
+			err = json.Unmarshal(text, &d)
+		}
+		if err != nil {
+			return fmt.Errorf("removed layer %s: %w", id, err)
+		}
+		if d.ID != id || !c.anyWhole(ctx, d) {
+			continue // nothing is left of it
+		}
+		if err := c.describe(ctx, d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // free removes the objects of a layer that is gone at once, where nobody else can need them: no other layer has them, and they are
 // not so young that another process may be about to say that one has.
 func (c *Catalogue) free(ctx context.Context, d Descriptor, before time.Time) error {

@@ -137,6 +137,8 @@ type Options struct {
 	Arch string
 	// Source is kept in the descriptor.
 	Source string
+	// Unheld leaves the layer to nobody until Hold is called, for who has something to write before. No Sweep takes what is that young.
+	Unheld bool
 	// Form is the stored form; empty is the usual one.
 	Form string
 	// Hot are paths of files whose contents lie in front in FormSplit, in this order: what is read first when the layer is used.

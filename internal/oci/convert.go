@@ -118,7 +118,7 @@ func (im *Images) convert(ctx context.Context, project string, t blobOf, fix map
 		}
 		in = io.MultiReader(bytes.NewReader(head), in)
 	}
-	d, err := im.layers.ImportTar(ctx, project, in, layer.Options{Source: "oci " + t.diffID, Limits: im.cfg.Limits, Arch: t.arch})
+	d, err := im.layers.ImportTar(ctx, project, in, layer.Options{Source: "oci " + t.diffID, Limits: im.cfg.Limits, Arch: t.arch, Unheld: true})
 	if err != nil {
 		if held.err != nil && held.err != io.EOF {
 			err = held.err // what the registry did wrong, not how it looked as a tar
@@ -142,7 +142,7 @@ func (im *Images) convert(ctx context.Context, project string, t blobOf, fix map
 	} else if err := im.putFolders(ctx, diffID, found); err != nil {
 		return nil, err
 	}
-	return r, im.putRecord(ctx, r)
+	return r, im.keep(ctx, project, r)
 }
 
 func orDigest(t blobOf) string {
@@ -150,6 +150,31 @@ func orDigest(t blobOf) string {
 		return t.digest
 	}
 	return t.diffID
+}
+
+// keep writes the record of a layer, then has the project hold it: Sweep finds by its record what a project holds and no image needs.
+func (im *Images) keep(ctx context.Context, project string, r *record) error {
+	if err := im.putRecord(ctx, r); err != nil {
+		return err
+	}
+	err := im.layers.Hold(ctx, project, r.Layer)
+	if errors.Is(err, sandbox.ErrNotFound) {
+		err = fmt.Errorf("%w: %w", errRemoved, err)
+	}
+	return err
+}
+
+// errRemoved says that a layer which was there before it was made here lost its last holder in between.
+var errRemoved = errors.New("removed while it was imported; try again")
+
+// remade makes a layer again when it was removed in between, a few times.
+func remade[T any](make func() (T, error)) (T, error) {
+	for range 3 {
+		if v, err := make(); !errors.Is(err, errRemoved) {
+			return v, err
+		}
+	}
+	return make()
 }
 
 func (im *Images) putRecord(ctx context.Context, r *record) error {

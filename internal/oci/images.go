@@ -397,11 +397,13 @@ func (im *Images) slot(ctx context.Context, project string, t blobOf, fix map[st
 	defer done()
 	var n, told int64
 	tell("converting", 0)
-	return im.convert(ctx, project, t, fix, func(k int64) {
-		if n += k; n-told >= 1<<20 {
-			told = n
-			tell("converting", n)
-		}
+	return remade(func() (*record, error) {
+		return im.convert(ctx, project, t, fix, func(k int64) {
+			if n += k; n-told >= 1<<20 {
+				told = n
+				tell("converting", n)
+			}
+		})
 	})
 }
 
@@ -416,12 +418,13 @@ func (im *Images) publish(ctx context.Context, project string, r Ref, c *chosen,
 		return nil, err
 	}
 	out := &Image{Ref: r.String(), Digest: c.digest, Config: *spec.Image, Checked: im.now().UTC(), Octets: octets}
-	if old, err := im.get(ctx, project, r); err == nil {
-		if e, err := im.layers.Resolve(ctx, project, old.Environment); err == nil && slices.Equal(e.Layers, ids) && same(e.Spec, spec) {
-			out.Environment, out.Layers = old.Environment, e.Layers
-		}
+	old, err := im.published(ctx, project, r)
+	if err != nil {
+		return nil, err
 	}
-	if out.Environment == "" {
+	if old != nil && slices.Equal(old.Layers, ids) && same(old.Spec, spec) {
+		out.Environment, out.Layers = old.Ref(), old.Layers
+	} else {
 		e, err := im.layers.PublishEnvironment(ctx, project, r.EnvName(), spec)
 		if err != nil {
 			return nil, err
@@ -436,6 +439,22 @@ func (im *Images) publish(ctx context.Context, project string, r Ref, c *chosen,
 		return nil, fmt.Errorf("keep image: %w", err)
 	}
 	return out, nil
+}
+
+// published finds the environment that the image is now; nil when there is none. An import that died before it kept the image may have left one.
+func (im *Images) published(ctx context.Context, project string, r Ref) (*layer.Environment, error) {
+	ref := r.EnvName()
+	old, err := im.get(ctx, project, r)
+	if err == nil {
+		ref = old.Environment
+	} else if !errors.Is(err, sandbox.ErrNotFound) {
+		return nil, err
+	}
+	e, err := im.layers.Resolve(ctx, project, ref)
+	if errors.Is(err, sandbox.ErrNotFound) || err == nil && old == nil && e.Project != project {
+		return nil, nil
+	}
+	return &e, err
 }
 
 func same(a, b layer.EnvironmentSpec) bool {
@@ -535,24 +554,21 @@ func (im *Images) Remove(ctx context.Context, project, ref string) error {
 	if err != nil {
 		return err
 	}
-	f, err := im.facts.Get(ctx, factKey(project, r))
-	if err != nil {
-		return fmt.Errorf("image %s in project %s: %w", r, project, err)
+	_, err = im.facts.Get(ctx, factKey(project, r))
+	found := err == nil
+	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		return err
 	}
-	i := &Image{}
-	if err := json.Unmarshal(f.Value, i); err != nil {
-		return fmt.Errorf("fact %s is broken: %w", f.Key, err)
-	}
-	// Every version that the reference ever became.
+	// Every version that the reference ever became, also those of imports that died before they kept the image.
 	var ids []layer.ID
-	name, _, _ := strings.Cut(i.Environment, "@")
 	all, err := im.layers.Environments(ctx, project)
 	if err != nil {
 		return err
 	}
 	used := map[layer.ID]bool{}
 	for _, e := range all {
-		if e.Name == name && e.Spec.Image != nil && e.Spec.Image.Ref == i.Ref {
+		if e.Name == r.EnvName() && e.Spec.Image != nil && e.Spec.Image.Ref == r.String() {
+			found = true
 			ids = append(ids, e.Layers...)
 			if err := im.layers.RemoveEnvironment(ctx, project, e.Ref()); err != nil {
 				return err
@@ -562,6 +578,9 @@ func (im *Images) Remove(ctx context.Context, project, ref string) error {
 		for _, id := range e.Layers {
 			used[id] = true
 		}
+	}
+	if !found {
+		return fmt.Errorf("image %s in project %s: %w", r, project, sandbox.ErrNotFound)
 	}
 	if err := im.facts.Delete(ctx, factKey(project, r), facts.Any); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return err

@@ -112,12 +112,11 @@ func (im *Images) merged(ctx context.Context, project string, ids []layer.ID) (l
 	if !errors.Is(err, sandbox.ErrNotFound) {
 		return "", err
 	}
-	d, err := im.layers.Merge(ctx, ids)
-	if err != nil {
-		return "", fmt.Errorf("merge %d small layers: %w", len(ids), err)
-	}
-	if err := im.layers.Hold(ctx, project, d.ID); err != nil {
-		return "", err
-	}
-	return d.ID, im.putRecord(ctx, &record{DiffID: key, Layer: d.ID, Entries: d.Entries, Bytes: d.Bytes})
+	return remade(func() (layer.ID, error) {
+		d, err := im.layers.Merge(ctx, ids)
+		if err != nil {
+			return "", fmt.Errorf("merge %d small layers: %w", len(ids), err)
+		}
+		return d.ID, im.keep(ctx, project, &record{DiffID: key, Layer: d.ID, Entries: d.Entries, Bytes: d.Bytes})
+	})
 }

@@ -32,8 +32,10 @@ func (im *Images) Sweep(ctx context.Context, age time.Duration) (int, error) {
 		old bool
 	}
 	var objects []object
+	recorded := map[string]bool{}
 	if err := im.store.List(ctx, "oci/", func(i store.Info) bool {
 		objects = append(objects, object{i.Key, i.Modified.Before(before)})
+		recorded[i.Key] = true
 		return true
 	}); err != nil {
 		return 0, fmt.Errorf("sweep images: %w", err)
@@ -43,6 +45,10 @@ func (im *Images) Sweep(ctx context.Context, age time.Duration) (int, error) {
 	for _, o := range objects {
 		hex, ok := strings.CutSuffix(strings.TrimPrefix(o.key, "oci/"), ".json")
 		if !ok {
+			// Folders are written before their record: an import may have died between.
+			if hex, ok = strings.CutSuffix(strings.TrimPrefix(o.key, "oci/"), ".folders"); ok && o.old && !recorded["oci/"+hex+".json"] {
+				lost = append(lost, hex)
+			}
 			continue
 		}
 		r, err := im.peek(ctx, "sha256:"+hex)
