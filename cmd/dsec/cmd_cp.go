@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/dsec-dev/dsec/client"
+	"github.com/dsec-dev/dsec/internal/build"
 )
 
 type cpCmd struct {
@@ -133,13 +134,9 @@ func tarEntry(t *tar.Writer, p, name string, links map[[2]uint64]string) error {
 		say("skipped %s: a socket", p)
 		return nil
 	}
-	h, err := tar.FileInfoHeader(info, target)
+	h, err := build.EntryOf(info, name, target)
 	if err != nil {
 		return err
-	}
-	h.Format, h.Name = tar.FormatPAX, name
-	if info.IsDir() {
-		h.Name += "/"
 	}
 	if id, n := inode(info); n > 1 && info.Mode().IsRegular() {
 		if first, ok := links[id]; ok {
@@ -151,19 +148,10 @@ func tarEntry(t *tar.Writer, p, name string, links map[[2]uint64]string) error {
 	if err := capability(p, h); err != nil {
 		return err
 	}
-	if err := t.WriteHeader(h); err != nil || !info.Mode().IsRegular() {
-		return err
+	if err := build.WriteEntry(t, h, func() (*os.File, error) { return os.Open(p) }); err != nil {
+		return fmt.Errorf("%s: %w", p, err)
 	}
-	f, err := os.Open(p)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	_, err = io.CopyN(t, f, h.Size)
-	if err == io.EOF {
-		return fmt.Errorf("%s became shorter while it was read", p)
-	}
-	return err
+	return nil
 }
 
 func (x *cpCmd) down(ctx context.Context, f *client.Files, from string) error {

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -160,24 +161,13 @@ func (t *tree) write(w io.Writer, uid, gid int) error {
 				return err
 			}
 		}
-		h, err := tar.FileInfoHeader(info, target)
+		h, err := EntryOf(info, name, target)
 		if err != nil {
 			return err
 		}
-		h.Name, h.Uid, h.Gid, h.Uname, h.Gname, h.Format = name, uid, gid, "", "", tar.FormatPAX
-		if info.IsDir() {
-			h.Name += "/"
-		}
-		if err := tw.WriteHeader(h); err != nil || !info.Mode().IsRegular() {
-			return err
-		}
-		f, err := t.open(file)
-		if err != nil {
-			return err
-		}
-		defer f.Close()
-		if n, err := io.Copy(tw, io.LimitReader(f, h.Size)); err != nil || n != h.Size {
-			return fmt.Errorf("copy %s: %d of %d octets: changed meanwhile? %w", file, n, h.Size, err)
+		h.Uid, h.Gid, h.Uname, h.Gname = uid, gid, "", ""
+		if err := WriteEntry(tw, h, func() (*os.File, error) { return t.open(file) }); err != nil {
+			return fmt.Errorf("copy %s: %w", file, err)
 		}
 		return nil
 	})
@@ -185,4 +175,34 @@ func (t *tree) write(w io.Writer, uid, gid int) error {
 		return err
 	}
 	return tw.Close()
+}
+
+// EntryOf is a file's entry in an archive, under another name.
+func EntryOf(info fs.FileInfo, name, target string) (*tar.Header, error) {
+	h, err := tar.FileInfoHeader(info, target)
+	if err != nil {
+		return nil, err
+	}
+	h.Name, h.Format = name, tar.FormatPAX
+	if info.IsDir() {
+		h.Name += "/"
+	}
+	return h, nil
+}
+
+// WriteEntry writes an entry and, of an ordinary file, its octets; one that became shorter since is an error, and what was added to it is left out.
+func WriteEntry(tw *tar.Writer, h *tar.Header, open func() (*os.File, error)) error {
+	if err := tw.WriteHeader(h); err != nil || h.Typeflag != tar.TypeReg {
+		return err
+	}
+	f, err := open()
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	n, err := io.CopyN(tw, f, h.Size)
+	if errors.Is(err, io.EOF) {
+		return fmt.Errorf("it became shorter while it was read: %d of %d octets", n, h.Size)
+	}
+	return err
 }
