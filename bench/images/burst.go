@@ -31,15 +31,25 @@ type burst struct {
 	kit     string
 	fan     []int // sandboxes of each environment
 	command string
+	size    burstSize
 }
 
+// burstSize is how many there are.
+type burstSize struct{ images, boxes int }
+
+// width is how many sandboxes live at once; archives are unpacked in as many.
+func (s burstSize) width() int { return min(burstWidth, s.boxes) }
+
+// unpacked is the pool in which every sandbox unpacks its archives, in octets.
+func (s burstSize) unpacked() int64 { return 2<<30 + int64(s.width())*(workOctets+kitOctets)*3/2 }
+
+// disk is what all of it takes at most, in octets: the archives, as blobs and folders too, the base, and that pool.
+func (s burstSize) disk() int64 { return 2<<30 + int64(s.images)*4*workOctets + s.unpacked() }
+
 const (
-	burstWidth   = 64
-	burstImages  = 50
-	burstBoxes   = 500
-	archiveBoxes = 64
-	workOctets   = 50 << 20
-	kitOctets    = 100 << 20
+	burstWidth = 64
+	workOctets = 50 << 20
+	kitOctets  = 100 << 20
 )
 
 // fanOut spreads the sandboxes over the environments as the published system sees them: half of the images have three or fewer, a few
@@ -59,15 +69,15 @@ func fanOut(images, boxes int) []int {
 	return fan
 }
 
-func newBurst(ctx context.Context, dir, cache string) (*burst, error) {
-	b := &burst{dir: dir, base: environments()[0], fan: fanOut(burstImages, burstBoxes)}
+func newBurst(ctx context.Context, dir, cache string, size burstSize) (*burst, error) {
+	b := &burst{dir: dir, base: environments()[0], fan: fanOut(size.images, size.boxes), size: size}
 	var err error
 	if b.tree, err = b.base.tree(ctx, cache); err != nil {
 		return nil, err
 	}
 	b.command = b.base.command + " && cat /task/0/* > /dev/null && test -d /kit"
-	measure.Note("making %d workspaces of %d MiB and a tool kit of %d MiB", burstImages, workOctets>>20, kitOctets>>20)
-	for i := range burstImages {
+	measure.Note("making %d workspaces of %d MiB and a tool kit of %d MiB", size.images, workOctets>>20, kitOctets>>20)
+	for i := range size.images {
 		path := filepath.Join(dir, fmt.Sprintf("work-%d.tar", i))
 		if err := slice(b.tree, path, "task", i, workOctets); err != nil {
 			return nil, err
@@ -75,7 +85,7 @@ func newBurst(ctx context.Context, dir, cache string) (*burst, error) {
 		b.work = append(b.work, path)
 	}
 	b.kit = filepath.Join(dir, "kit.tar")
-	return b, slice(b.tree, b.kit, "kit", burstImages, kitOctets)
+	return b, slice(b.tree, b.kit, "kit", size.images, kitOctets)
 }
 
 // slice makes a tar of real files of another one, which nobody else has: every file ends with the number.
@@ -137,7 +147,10 @@ func slice(from, to, top string, number int, octets int64) error {
 	return errors.Join(w.Close(), out.Close())
 }
 
-func runBurst(ctx context.Context, cache string) (err error) {
+func runBurst(ctx context.Context, cache string, size burstSize) (err error) {
+	if size.images < 1 || size.boxes < 4*size.images {
+		return fmt.Errorf("%d sandboxes over %d environments: at least four for each, for the fan-out", size.boxes, size.images)
+	}
 	if os.Geteuid() != 0 {
 		return errors.New("benchmarks need root, as the host does")
 	}
@@ -150,11 +163,11 @@ func runBurst(ctx context.Context, cache string) (err error) {
 	if err := unix.Statfs(dir, &st); err != nil {
 		return err
 	}
-	const need = 28 << 30
+	need := size.disk()
 	if free := int64(st.Bavail) * st.Bsize; free < need {
 		return fmt.Errorf("%s: %d GiB are free, the burst needs %d", dir, free>>30, need>>30)
 	}
-	b, err := newBurst(ctx, dir, cache)
+	b, err := newBurst(ctx, dir, cache, size)
 	if err != nil {
 		return err
 	}
@@ -188,7 +201,7 @@ func runBurst(ctx context.Context, cache string) (err error) {
 // order gives the environment of each sandbox, mixed as they come.
 func (b *burst) order() []int {
 	var out []int
-	for left := append([]int(nil), b.fan...); len(out) < burstBoxes; {
+	for left := append([]int(nil), b.fan...); len(out) < b.size.boxes; {
 		for i := range left {
 			if left[i] > 0 {
 				left[i]--
@@ -224,7 +237,7 @@ func (b *burst) pull(ctx context.Context) (figure, error) {
 	defer l.set(0, 0)
 	root := filepath.Join(b.dir, "pulled")
 	defer os.RemoveAll(root)
-	measure.Note("%d sandboxes over %d images, pulled", burstBoxes, burstImages)
+	measure.Note("%d sandboxes over %d images, pulled", b.size.boxes, b.size.images)
 	return start(b.dir, l, false, func() error {
 		var once sync.Map
 		get := func(image string) (string, error) {
@@ -238,7 +251,7 @@ func (b *burst) pull(ctx context.Context) (figure, error) {
 			return v.(func() (string, error))()
 		}
 		order := b.order()
-		return measure.Parallel(ctx, len(order), burstWidth, counted(func(ctx context.Context, n int) error {
+		return measure.Parallel(ctx, len(order), b.size.width(), counted(func(ctx context.Context, n int) error {
 			var lowers []string
 			for _, image := range []string{"kit", fmt.Sprint("work-", order[n]), "base"} {
 				dir, err := get(image)
@@ -309,10 +322,10 @@ func (b *burst) demand(ctx context.Context) (f figure, err error) {
 		return f, err
 	}
 	l.set(speeds[0].latency, speeds[0].rate)
-	measure.Note("%d sandboxes over %d environments, on demand", burstBoxes, burstImages)
+	measure.Note("%d sandboxes over %d environments, on demand", b.size.boxes, b.size.images)
 	order := b.order()
 	f, err = start(server.Dir, l, false, func() error {
-		return measure.Parallel(ctx, len(order), burstWidth, counted(func(ctx context.Context, n int) error {
+		return measure.Parallel(ctx, len(order), b.size.width(), counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base, work[order[n]], kit}, nil)
 		}))
 	}, func() error { return flushed(ctx, server) })
@@ -366,7 +379,7 @@ func (b *burst) box(ctx context.Context, s *measure.Server, layers, archives []s
 
 // archives compares layers with tar archives that every sandbox unpacks. The base is local in both; of the layers nothing else is warm.
 func (b *burst) archives(ctx context.Context) (layers, archives figure, err error) {
-	server, err := measure.StartEmpty(ctx, measure.Config{Pool: "16g"})
+	server, err := measure.StartEmpty(ctx, measure.Config{Pool: fmt.Sprintf("%dm", b.size.unpacked()>>20)})
 	if err != nil {
 		return layers, archives, err
 	}
@@ -375,9 +388,9 @@ func (b *burst) archives(ctx context.Context) (layers, archives figure, err erro
 	if err != nil {
 		return layers, archives, err
 	}
-	measure.Note("%d sandboxes with layers, and with archives", archiveBoxes)
+	measure.Note("%d sandboxes with layers, and with archives", b.size.width())
 	layers, err = start(server.Dir, new(link), false, func() error {
-		return measure.Parallel(ctx, archiveBoxes, burstWidth, counted(func(ctx context.Context, n int) error {
+		return measure.Parallel(ctx, b.size.width(), b.size.width(), counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base, work[n%len(work)], kit}, nil)
 		}))
 	}, nil)
@@ -385,7 +398,7 @@ func (b *burst) archives(ctx context.Context) (layers, archives figure, err erro
 		return layers, archives, err
 	}
 	archives, err = start(server.Dir, new(link), false, func() error {
-		return measure.Parallel(ctx, archiveBoxes, burstWidth, counted(func(ctx context.Context, n int) error {
+		return measure.Parallel(ctx, b.size.width(), b.size.width(), counted(func(ctx context.Context, n int) error {
 			return b.box(ctx, server, []string{base}, []string{b.work[n%len(b.work)], b.kit})
 		}))
 	}, nil)

@@ -21,6 +21,9 @@ func main() {
 	rounds := flag.Int("rounds", 3, "times that everything is measured; figures are medians over them")
 	cache := flag.String("cache", "bin/images", "folder that keeps the environments' tars")
 	many := flag.Bool("burst", false, "many sandboxes over many environments instead")
+	var size burstSize
+	flag.IntVar(&size.boxes, "boxes", 500, "sandboxes of the burst")
+	flag.IntVar(&size.images, "images", 50, "environments of the burst")
 	only := flag.String("only", "", "one environment: python, go or node")
 	hot := flag.Bool("hot", false, "only local, and on demand with hot files first over the fast link; says where time and octets went")
 	flag.Parse()
@@ -28,7 +31,7 @@ func main() {
 	defer cancel()
 	err := error(nil)
 	if *many {
-		err = runBurst(ctx, *cache)
+		err = runBurst(ctx, *cache, size)
 	} else {
 		err = run(ctx, plan{rounds: *rounds, hotOnly: *hot}, *cache, *only)
 	}
