@@ -100,7 +100,7 @@ func firecrackerFeatures(out string) (Features, error) {
 	if v == nil {
 		return Features{}, fmt.Errorf("Firecracker: says no version: %w", sandbox.ErrUnsupported)
 	}
-	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, TapByName: true, Why: map[string]string{
+	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, Behind: true, TapByName: true, Why: map[string]string{
 		"display": "Firecracker has no screen"}}
 	var n [3]int
 	for i := range n {

@@ -35,7 +35,10 @@ type Features struct {
 	Template    bool        `json:"template"` // clones share a template's memory
 	Pause       bool        `json:"pause"`
 	Save        bool        `json:"save"`
-	Display     bool        `json:"display"`
+	// Behind: what Save writes is the machine's memory with the state behind it, so it can be taken apart; and it ends all conversations with
+	// the guest.
+	Behind  bool `json:"behind"`
+	Display bool `json:"display"`
 	// TapByName: the monitor opens a tap itself, so it has to be there without anybody holding it.
 	TapByName bool `json:"tap_by_name"`
 	// ELF: no other image of a kernel is booted.

@@ -19,7 +19,8 @@ import (
 )
 
 // A fork by memory: the machine stands still while its state, its memory and a copy of its disk are taken. The memory then becomes that of a
-// template with one use: a machine that never runs is loaded with it, so that all forks have private mappings of one file.
+// template with one use, so that all forks have private mappings of one file: it is taken apart from the state where that lies behind it, else
+// a machine that never runs is loaded with it.
 
 // point is where forks go on from. Its files have no names.
 type point struct {
@@ -48,7 +49,7 @@ func (p *points) take(s *sandbox.Spec) *point {
 // forks says whether machines can be forked with their memory.
 func (b *Backend) forks() bool {
 	f := b.driver.Features()
-	return f.Driver == "qemu" && f.Template && f.Pause && f.Save
+	return f.Template && f.Save && (f.Pause || f.Behind) // a pause in which is saved is another one than a driver may not have
 }
 
 // Point implements sandbox.Forked.
@@ -71,7 +72,11 @@ func (x *instance) Point(ctx context.Context, keys []sandbox.ForkKey) (release f
 		return nil, x.said("fork", errors.Join(err, p.close(x.b)))
 	}
 	x.b.flat.hold(p.image)
-	if err := x.carry(bound, p, stream); err != nil {
+	carry := x.carry
+	if x.b.driver.Features().Behind {
+		carry = x.divide
+	}
+	if err := carry(bound, p, stream); err != nil {
 		x.b.flat.release(p.image)
 		return nil, x.said("fork", errors.Join(err, p.close(x.b)))
 	}
@@ -145,11 +150,27 @@ func (x *instance) capture(ctx context.Context, p *point, stream *os.File) (err 
 	if err := x.vm.Save(ctx, stream, false); err != nil {
 		return err
 	}
+	if x.b.driver.Features().Behind {
+		x.unlink() // the guest is found again when it runs
+	}
 	p.disk, err = x.b.disks.copy(x.name())
 	return err
 }
 
-// carry makes a template of what was saved.
+// divide makes a template of what was saved as memory with the state behind it.
+func (x *instance) divide(_ context.Context, p *point, stream *os.File) (err error) {
+	if p.like.memory, err = x.b.driver.NewMemory(x.b.cfg.RunDir, x.h.Memory); err != nil {
+		return err
+	}
+	if p.like.state, err = memoryFile("dsec-state"); err != nil {
+		return err
+	}
+	return errors.Join(
+		vmm.CopySparse(p.like.memory, stream, 0), p.like.memory.Truncate(x.h.Memory), vmm.CopySparse(p.like.state, stream, x.h.Memory),
+		vmm.Seal(p.like.memory), vmm.Seal(p.like.state))
+}
+
+// carry makes a template of what was saved as one stream.
 func (x *instance) carry(ctx context.Context, p *point, stream *os.File) (err error) {
 	b := x.b
 	id := string(sandbox.NewID(readyPrefix))

@@ -161,6 +161,16 @@ func (x *instance) greet(ctx context.Context) error {
 	return nil
 }
 
+// unlink ends a conversation that has none at its other end any more.
+func (x *instance) unlink() {
+	x.mu.Lock()
+	l := x.link
+	x.link = nil
+	x.ringLocked()
+	x.mu.Unlock()
+	l.close()
+}
+
 // serve keeps the conversation with the guest until the sandbox is destroyed or the backend ends.
 func (x *instance) serve() {
 	x.b.work.Add(1)

@@ -124,11 +124,7 @@ func (x *instance) save(ctx context.Context) (err error) {
 		return err
 	}
 	x.setSaved(false, true)
-	x.mu.Lock()
-	l := x.link
-	x.link = nil
-	x.mu.Unlock()
-	l.close()
+	x.unlink()
 	x.vm.Console(ctx) // kept in the machine's folder
 	if err := x.vm.Kill(ctx); err != nil {
 		x.setSaved(false, false)
