@@ -17,6 +17,7 @@ import dsec
 from dsec import (
     CommandFailed, DeadlineExceeded, Denied, Exhausted, Lost, NotFound, Selector, State, Unavailable, VersionMismatch, WebSocketClosed,
 )
+from dsec._aio.transport import within
 from dsec._ops import Attempts, Resuming
 
 
@@ -515,6 +516,30 @@ def test_timeout_around_an_exec(fake):
                     await asyncio.wait_for(sb.exec("x"), 0.1)
             assert fake.sandboxes["K"]["state"] == "stopped"
             assert (await c.server()).version == "fake"
+
+    asyncio.run(main())
+
+
+def test_cancellation_in_the_moment_of_the_result():
+    """A task that is cancelled when its connection has just been made must not go on: a job's renewing would never end."""
+    async def main():
+        for reached in (True, False):
+            opened, dropped = asyncio.get_running_loop().create_future(), []
+            waiting = asyncio.ensure_future(within(60, opened, dropped.append))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if reached:
+                opened.set_result("connection")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(0)
+            assert dropped == (["connection"] if reached else []) and opened.cancelled() != reached
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.01, asyncio.get_running_loop().create_future())
+        with pytest.raises(OSError):
+            await within(60, asyncio.open_unix_connection("/nonexistent/socket"))
+        assert await within(60, asyncio.sleep(0, "result")) == "result"
 
     asyncio.run(main())
 

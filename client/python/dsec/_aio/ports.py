@@ -14,7 +14,7 @@ from .._body import Body, Source, body_of
 from .._ops import backoff_poll
 from .._ports import HttpResponse
 from ..errors import DeadlineExceeded, DsecError, Internal, State, Unavailable
-from .transport import Connection, Response, Transport
+from .transport import Connection, Response, Transport, within
 
 
 class AsyncPort:
@@ -123,7 +123,7 @@ class AsyncConnection:
         try:
             if timeout is None:
                 return await self._c.recv()
-            return await asyncio.wait_for(self._c.recv(), timeout)
+            return await within(timeout, self._c.recv())
         except asyncio.TimeoutError:
             raise DeadlineExceeded(f"nothing came within {timeout} s") from None
         except OSError as e:
@@ -133,7 +133,7 @@ class AsyncConnection:
         """Closes it, after what was sent has left."""
         try:
             self._c.writer.close()
-            await asyncio.wait_for(self._c.writer.wait_closed(), 5)
+            await within(5, self._c.writer.wait_closed())
         except (OSError, asyncio.TimeoutError):
             self._c.close()
 

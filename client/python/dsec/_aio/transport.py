@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from types import TracebackType
-from typing import AsyncIterator, Dict, Iterator, List, Mapping, Optional, Set, Type, TypeVar, Union
+from typing import AsyncIterator, Awaitable, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, Type, TypeVar, Union
 
 from .. import _connect as connect
 from .. import _http1 as http1
@@ -20,6 +20,32 @@ from .._recorded import Recorded
 from ..errors import DeadlineExceeded, DsecError, Unavailable, unsent
 
 T = TypeVar("T")
+
+
+async def within(seconds: float, what: Awaitable[T], drop: Callable[[T], object] = lambda _: None) -> T:
+    """`asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes in the moment of the result: a task that was cancelled
+    went on. What comes when nobody waits any more is dropped."""
+    task = asyncio.ensure_future(what)
+
+    def late(t: asyncio.Future[T]) -> None:
+        if not t.cancelled() and t.exception() is None:
+            drop(t.result())
+
+    done = False
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        done = task.done()
+    finally:
+        if not done:
+            task.cancel()
+            task.add_done_callback(late)
+    if not done:
+        raise asyncio.TimeoutError()
+    return task.result()
+
+
+def hang_up(pair: Tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    pair[1].transport.abort()
 
 
 class Connection:
@@ -212,12 +238,12 @@ class Transport:
             raise DeadlineExceeded(f"{cfg.url}: the call's deadline has passed")
         try:
             if cfg.socket is not None:
-                pair = await asyncio.wait_for(asyncio.open_unix_connection(cfg.socket, limit=READ), left)
+                pair = await within(left, asyncio.open_unix_connection(cfg.socket, limit=READ), hang_up)
             else:
                 assert cfg.address is not None
                 name = cfg.address[0] if cfg.tls is not None else None
                 opened = asyncio.open_connection(*cfg.address, limit=READ, ssl=cfg.tls, server_hostname=name)
-                pair = await asyncio.wait_for(opened, left)
+                pair = await within(left, opened, hang_up)
                 keep_alive(pair[1].get_extra_info("socket"))
         except asyncio.TimeoutError:
             raise unsent(f"{cfg.url}: no connection within {left:.0f} s") from None
