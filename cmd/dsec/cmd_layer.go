@@ -35,6 +35,8 @@ type layerBuildCmd struct {
 	Include []string `help:"Debian packages to install; repeat or separate by commas."`
 	Hot     string   `help:"File with paths in the layer, one a line, whose contents are read first: they are laid in front and fetched first." placeholder:"FILE" type:"existingfile"`
 	At      string   `help:"Folder in the layer that a --dir goes to." default:"/" placeholder:"PATH"`
+
+	machineFlags
 }
 
 func (x *layerBuildCmd) Run(ctx context.Context, c *cli) error {
@@ -112,6 +114,8 @@ func (x *layerBuildCmd) open(ctx context.Context) (io.ReadCloser, string, error)
 		r, w := io.Pipe()
 		go func() { w.CloseWithError(tarFolderAt(ctx, w, x.Dir, x.At)) }()
 		return r, "folder", nil
+	case x.Machine != "" || x.CDROM != "" && x.Tar == "" && x.Debian == "":
+		return x.openMachine(ctx)
 	case x.Tar == "-":
 		return io.NopCloser(os.Stdin), "tar", nil
 	case x.Tar != "":
@@ -121,7 +125,7 @@ func (x *layerBuildCmd) open(ctx context.Context) (io.ReadCloser, string, error)
 		r, err := debian(ctx, x.Debian, x.Include)
 		return r, "debian " + x.Debian, err
 	}
-	return nil, "", errors.New("give one of --dir, --tar or --debian")
+	return nil, "", errors.New("give one of --dir, --tar, --debian, --machine or --cdrom")
 }
 
 // debian streams the tar that mmdebstrap makes from the machine's own package sources, so that nothing is unpacked here.

@@ -107,6 +107,7 @@ type builder struct {
 	argv  []string
 	files []*os.File
 	own   []*os.File // closed when the monitor has them
+	sets  int        // of descriptors, by number
 }
 
 func (b *builder) add(words ...string) { b.argv = append(b.argv, words...) }
@@ -176,10 +177,14 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 	if s.Machine == "microvm" {
 		bus = "device"
 	}
+	reboot := "shutdown" // ours never does
+	if s.Image != nil {
+		reboot = "reset"
+	}
 	b.add("-nodefaults", "-no-user-config", "-display", "none", "-name", "dsec-"+s.ID,
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
 		// A machine that ends stays as it is: its console can still be read.
-		"-action", "reboot=shutdown,shutdown=pause,panic=pause")
+		"-action", "reboot="+reboot+",shutdown=pause,panic=pause")
 	cpu := "max"
 	if q.features.Accelerator == KVM {
 		b.add("-accel", "kvm")
@@ -192,11 +197,15 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 		// pic and pit off cost nothing; without rtc the kernel's clock spins for more than a second.
 		b.add("-M", "microvm,rtc=on,pit=off,pic=off,memory-backend=mem")
 	case "q35":
-		b.add("-M", "q35,memory-backend=mem")
+		firmware := ""
+		if s.Image != nil {
+			firmware = b.image(s.Image)
+		}
+		b.add("-M", "q35,memory-backend=mem"+firmware)
 	default:
 		return fmt.Errorf("machine type %q: %w", s.Machine, sandbox.ErrInvalid)
 	}
-	if q.firmware != "" && !s.Display {
+	if q.firmware != "" && !s.Display && s.Image == nil {
 		b.add("-bios", q.firmware)
 	}
 	b.add("-cpu", cpu, "-smp", strconv.Itoa(s.CPUs), "-m", strconv.FormatInt(s.Memory>>20, 10)+"M")
@@ -210,23 +219,20 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 	} else {
 		b.add("-object", "memory-backend-ram,"+mem)
 	}
-	if err := q.boot(b, s); err != nil {
-		return err
-	}
-	agent, err := b.listen(filepath.Join(s.Dir, agentSocket))
-	if err != nil {
-		return err
+	if s.Image == nil {
+		if err := q.boot(b, s, bus); err != nil {
+			return err
+		}
 	}
 	control, err := b.listen(filepath.Join(s.Dir, qmpSocket))
 	if err != nil {
 		return err
 	}
 	b.add("-chardev", fmt.Sprintf("socket,id=qmp,fd=%d,server=on,wait=off", control), "-mon", "chardev=qmp,mode=control",
-		"-chardev", "ringbuf,id=console,size="+consoleRing, "-serial", "chardev:console",
-		"-device", "virtio-serial-"+bus+",max_ports=2", "-chardev", fmt.Sprintf("socket,id=agent,fd=%d,server=on,wait=off", agent),
-		"-device", "virtserialport,chardev=agent,name=dsec.0", "-device", "virtio-rng-"+bus)
-	for i, d := range s.Disks {
-		set, mode := i+1, "read-only=off,discard=unmap"
+		"-chardev", "ringbuf,id=console,size="+consoleRing, "-serial", "chardev:console")
+	for _, d := range s.Disks {
+		b.sets++
+		set, mode := b.sets, "read-only=off,discard=unmap"
 		if d.ReadOnly {
 			mode = "read-only=on"
 		}
@@ -241,7 +247,10 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 		if err := markDisplay(s.Dir); err != nil {
 			return err
 		}
-		b.add("-vga", "std", "-vnc", "none", "-device", "virtio-tablet-pci", "-device", "virtio-keyboard-pci")
+		b.add("-vga", "std", "-vnc", "none")
+		if s.Image == nil { // what others bring has no drivers for these; it has a tablet and the board's own keyboard
+			b.add("-device", "virtio-tablet-pci", "-device", "virtio-keyboard-pci")
+		}
 	}
 	if s.Incoming {
 		b.add("-incoming", "defer")
@@ -249,7 +258,14 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 	return nil
 }
 
-func (q *QEMU) boot(b *builder, s *Spec) error {
+// boot gives the machine our kernel, and a way to our guest.
+func (q *QEMU) boot(b *builder, s *Spec, bus string) error {
+	agent, err := b.listen(filepath.Join(s.Dir, agentSocket))
+	if err != nil {
+		return err
+	}
+	b.add("-device", "virtio-serial-"+bus+",max_ports=2", "-chardev", fmt.Sprintf("socket,id=agent,fd=%d,server=on,wait=off", agent),
+		"-device", "virtserialport,chardev=agent,name=dsec.0", "-device", "virtio-rng-"+bus)
 	k := s.Kernel
 	b.add("-kernel", fmt.Sprintf("/proc/self/fd/%d", b.fd(k.Image)), "-initrd", fmt.Sprintf("/proc/self/fd/%d", b.fd(k.Initrd)))
 	line := []string{"console=ttyS0", "quiet", "panic=-1", "reboot=t"}
@@ -396,7 +412,25 @@ func (v *qemuVM) Save(ctx context.Context, to *os.File, shared bool) error {
 	if err := v.do(ctx, "migrate", map[string]string{"uri": "fd:state"}, nil); err != nil {
 		return err
 	}
-	return v.migrated(ctx)
+	if err := v.migrated(ctx); err != nil {
+		return err
+	}
+	return v.finalized(ctx)
+}
+
+// finalized waits until QEMU lets a machine go on whose state it has written: it tells that it has a moment before.
+func (v *qemuVM) finalized(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
+		var r struct{ Status string }
+		if err := v.do(ctx, "query-status", nil, &r); err != nil || r.Status != "finish-migrate" {
+			return err
+		}
+		if err := pause(ctx, wait); err != nil {
+			return fmt.Errorf("machine %s: its state is not finished: %w", v.id, err)
+		}
+	}
 }
 
 func (v *qemuVM) Load(ctx context.Context, from *os.File, shared bool) error {

@@ -69,6 +69,7 @@ type Spec struct {
 	Machine string // microvm or q35
 	Kernel  *Kernel
 	Append  string // more of the kernel's command line
+	Image   *Image // instead of Kernel, Append, Disks and a network: a disk of the user's, without a guest of ours
 	CPUs    int
 	Memory  int64 // octets, a multiple of 2 MiB
 	Backing Memory
@@ -151,8 +152,10 @@ type Display interface {
 // check refuses what no driver takes.
 func (s *Spec) check() error {
 	switch {
-	case s.Kernel == nil:
-		return fmt.Errorf("machine %s: no kernel: %w", s.ID, sandbox.ErrInvalid)
+	case (s.Kernel == nil) == (s.Image == nil):
+		return fmt.Errorf("machine %s: want a kernel or an image: %w", s.ID, sandbox.ErrInvalid)
+	case s.Image != nil && (s.Machine != "q35" || len(s.Disks) > 0 || s.Tap != nil):
+		return fmt.Errorf("machine %s: an image boots on q35, without other disks and network: %w", s.ID, sandbox.ErrInvalid)
 	case s.Memory < 64<<20 || s.Memory%(2<<20) != 0:
 		return fmt.Errorf("machine %s: memory of %d octets: at least 64 MiB, in steps of 2 MiB: %w", s.ID, s.Memory, sandbox.ErrInvalid)
 	case s.CPUs < 1 || s.CPUs > 32:

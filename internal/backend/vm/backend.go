@@ -91,6 +91,7 @@ type Backend struct {
 	models *templates
 	ready  *readies
 	points points
+	owns   marks
 	net    Network
 
 	life context.Context // of what serves sandboxes; ends with Run
@@ -423,6 +424,7 @@ type handle struct {
 	Machine  string            `json:"machine,omitempty"` // its name, where that is not the sandbox's ID
 	Inside   sandbox.ID        `json:"inside,omitempty"`  // the ID that its guest knows the sandbox by, where that is another one
 	Lent     *container.Lent   `json:"lent,omitempty"`
+	Own      bool              `json:"own,omitempty"`  // boots an image of its own: no guest of ours
 	Mark     string            `json:"mark,omitempty"` // before the IDs of a fork's commands in its guest, which knows those of before
 	Laid     map[string]string `json:"laid,omitempty"`
 }

@@ -101,9 +101,15 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	defer cancel()
 	stop := context.AfterFunc(ctx, cancel)
 	defer stop()
+	own, layers, err := b.openOwn(bound, spec.Layers)
+	if err == nil && own != nil {
+		err = x.makeOwn(bound, own, layers)
+	}
 	b.ready.creating.Add(1)
 	var from *instance
-	if p := b.points.take(spec); p != nil {
+	if own != nil || err != nil {
+		from = x
+	} else if p := b.points.take(spec); p != nil {
 		err = x.continueFrom(bound, p)
 		from = x
 	} else if from = b.ready.take(spec); from != nil {
@@ -137,7 +143,9 @@ func (b *Backend) Create(ctx context.Context, id sandbox.ID, spec *sandbox.Spec,
 	}
 	x.setState(living)
 	x.serve()
-	b.ready.want(spec)
+	if own == nil {
+		b.ready.want(spec)
+	}
 	return x, nil
 }
 
@@ -221,15 +229,23 @@ func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.
 		}
 		disks = append(disks, layerDisks(v.Layer, f)...)
 	}
+	s := x.monitorSpec()
+	s.Kernel, s.Disks = b.kernel, append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk})
+	return s, nil
+}
+
+// monitorSpec is the machine without what it boots.
+func (x *instance) monitorSpec() *vmm.Spec {
+	b := x.b
 	s := &vmm.Spec{
-		ID: x.name(), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), Kernel: b.kernel, CPUs: b.processors(x.spec.Resources),
-		Display: b.hasScreen(), Memory: x.h.Memory, Disks: append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk}), Store: b.store(x.name()),
+		ID: x.name(), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), CPUs: b.processors(x.spec.Resources),
+		Display: b.hasScreen(), Memory: x.h.Memory, Store: b.store(x.name()),
 		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
 	}
 	if x.spec.BestEffort {
 		s.Group.Weight = max(1, s.Group.Weight/16)
 	}
-	return s, nil
+	return s
 }
 
 // start starts the machine: as a clone where a template fits, else it boots.

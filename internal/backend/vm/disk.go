@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 // disks makes the machines' writable disks: files with an ext4 in them, sparse, of the size that leaves room for the limit. mkfs runs once
@@ -97,6 +98,24 @@ func (d *disks) createFrom(id string, master *os.File) (*os.File, error) {
 		if errors.Is(err, unix.ENOSPC) {
 			err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
 		}
+		return nil, fmt.Errorf("writable disk: %w", err)
+	}
+	return f, nil
+}
+
+// overlay makes an empty image of size octets over another, which takes limit octets at most; with size 0 a blank disk that fits into them.
+func (d *disks) overlay(id string, size, limit int64) (*os.File, error) {
+	if size == 0 {
+		size = (limit - limit/64 - 1<<20) >> 20 << 20
+	}
+	f, err := os.OpenFile(d.path(id), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err == nil {
+		if err = vmm.WriteOverlay(f, size, limit); err != nil {
+			f.Close()
+			os.Remove(d.path(id))
+		}
+	}
+	if err != nil {
 		return nil, fmt.Errorf("writable disk: %w", err)
 	}
 	return f, nil

@@ -57,6 +57,9 @@ func (x *instance) Point(ctx context.Context, keys []sandbox.ForkKey) (release f
 	if !x.b.forks() {
 		return nil, fmt.Errorf("fork the memory of %s: this driver can't: %w", x.id, sandbox.ErrUnsupported)
 	}
+	if x.h.Own {
+		return nil, x.noGuest("fork")
+	}
 	if len(x.spec.Volumes) > 0 {
 		return nil, fmt.Errorf("fork the memory of %s: it has volumes: %w", x.id, sandbox.ErrUnsupported)
 	}

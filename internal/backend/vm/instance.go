@@ -178,7 +178,11 @@ func (x *instance) serve() {
 	go func() {
 		defer x.b.work.Done()
 		defer x.serving.Done()
-		x.keepLinked(x.life)
+		if x.h.Own {
+			x.watchOwn(x.life)
+		} else {
+			x.keepLinked(x.life)
+		}
 		x.mu.Lock()
 		l := x.link
 		x.link = nil
@@ -280,7 +284,11 @@ func (x *instance) machineOver(ctx context.Context) bool {
 	if s == "running" || s == "paused" {
 		return false
 	}
-	x.ended(sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "guest_ended", Detail: "the machine " + s + ": " + consoleTail(ctx, x.vm)})
+	c := sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "guest_ended", Detail: "the machine " + s + ": " + consoleTail(ctx, x.vm)}
+	if x.h.Own {
+		c = ownEnd(s, consoleTail(ctx, x.vm))
+	}
+	x.ended(c)
 	return true
 }
 
@@ -362,6 +370,8 @@ func (x *instance) use(ctx context.Context, act string) (*link, error) {
 			return nil, fmt.Errorf("%s in %s: it was destroyed: %w", act, x.id, sandbox.ErrNotFound)
 		case s == dead && l == nil:
 			return nil, fmt.Errorf("%s in %s: it has ended: %w", act, x.id, sandbox.ErrState)
+		case x.h.Own:
+			return nil, x.noGuest(act)
 		case frozen:
 			return nil, fmt.Errorf("%s in %s: it is frozen: %w", act, x.id, sandbox.ErrState)
 		case l != nil && l.keeper != nil:
@@ -403,6 +413,9 @@ func (x *instance) Start(ctx context.Context, cmd *sandbox.Command) error {
 }
 
 func (x *instance) Known(ctx context.Context, cmd string) (bool, error) {
+	if x.h.Own {
+		return false, nil // nothing is ever started
+	}
 	l, err := x.use(ctx, "look up "+cmd)
 	if err != nil {
 		return false, err
@@ -526,6 +539,9 @@ func (x *instance) Pause(ctx context.Context, level sandbox.PauseLevel) error {
 
 // freeze stops the sandbox and its machine. The caller has the turn.
 func (x *instance) freeze(ctx context.Context) error {
+	if x.h.Own {
+		return x.said("pause", x.freezeOwn(ctx))
+	}
 	l, err := x.use(ctx, "pause")
 	if err != nil {
 		return err
@@ -578,6 +594,9 @@ func (x *instance) Resume(ctx context.Context) error {
 
 // wake thaws the workload of a machine that runs again, once it is told what changed meanwhile.
 func (x *instance) wake(ctx context.Context) error {
+	if x.h.Own {
+		return x.said("resume", x.armWarden(ctx, 0))
+	}
 	l, err := x.use(ctx, "resume")
 	if err != nil {
 		return err
@@ -620,7 +639,7 @@ func (x *instance) SetDeadline(ctx context.Context, at time.Time) error {
 	if saved {
 		return nil // no monitor lives; the host ends it when its time is over
 	}
-	if frozen {
+	if frozen || x.h.Own {
 		return x.said("set deadline", x.armWarden(ctx, 0))
 	}
 	l, err := x.use(ctx, "set deadline")
@@ -645,7 +664,9 @@ func (x *instance) noteStats(s sandbox.Stats) sandbox.Stats {
 
 func (x *instance) Stats(ctx context.Context) (sandbox.Stats, error) {
 	var s sandbox.Stats
-	if x.isFrozen() {
+	if x.h.Own {
+		s = x.ownStats()
+	} else if x.isFrozen() {
 		x.mu.Lock()
 		s = x.stats
 		x.mu.Unlock()

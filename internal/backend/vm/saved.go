@@ -134,6 +134,23 @@ func (x *instance) save(ctx context.Context) (err error) {
 	return nil
 }
 
+// again is the machine as it was made.
+func (x *instance) again(ctx context.Context) (*vmm.Spec, error) {
+	if x.h.Own {
+		return x.ownAgain(ctx)
+	}
+	files, err := x.b.layers.Files(ctx, layer.ID(x.h.Layer))
+	if err != nil {
+		return nil, err
+	}
+	disk, err := x.b.disks.open(x.name())
+	if err != nil {
+		files.Close()
+		return nil, err
+	}
+	return x.machine(ctx, files, disk)
+}
+
 // load starts a monitor with the saved state; the machine is frozen then.
 func (x *instance) load(ctx context.Context) error {
 	var was fits
@@ -152,27 +169,21 @@ func (x *instance) load(ctx context.Context) error {
 	if err := x.b.call(ctx); err != nil {
 		return err
 	}
-	files, err := x.b.layers.Files(ctx, layer.ID(x.h.Layer))
-	if err != nil {
+	if err := os.Mkdir(x.dir(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
 	}
-	disk, err := x.b.disks.open(x.name())
-	if err != nil {
-		files.Close()
-		return err
-	}
-	s, err := x.machine(ctx, files, disk)
+	s, err := x.again(ctx)
 	if err != nil {
 		return err
 	}
 	defer closeDisks(s.Disks)
+	if s.Image != nil {
+		defer s.Image.Close()
+	}
 	s.Incoming = true
 	x.mu.Lock()
 	s.Deadline = x.deadline
 	x.mu.Unlock()
-	if err := os.Mkdir(x.dir(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return err
-	}
 	f, err := os.Open(x.savedFile())
 	if err != nil {
 		return err

@@ -17,7 +17,11 @@ func (x *instance) VNC(ctx context.Context) (net.Conn, error) {
 	if !x.b.hasScreen() {
 		return nil, fmt.Errorf("screen of %s: its machine has none: %w", x.id, sandbox.ErrUnsupported)
 	}
-	if _, err := x.use(ctx, "screen"); err != nil {
+	if x.h.Own {
+		if !x.isLiving() || x.isFrozen() {
+			return nil, fmt.Errorf("screen of %s: it does not run: %w", x.id, sandbox.ErrState)
+		}
+	} else if _, err := x.use(ctx, "screen"); err != nil {
 		return nil, err
 	}
 	d, ok := x.vm.Display()

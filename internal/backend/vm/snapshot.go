@@ -35,6 +35,10 @@ func (x *instance) Snapshot(ctx context.Context) (string, error) {
 		return "", x.said("snapshot", err)
 	}
 	defer func() { <-x.turn }()
+	if x.h.Own {
+		id, err := x.ownSnapshot(ctx)
+		return id, x.said("snapshot", err)
+	}
 	if x.isFrozen() {
 		return "", fmt.Errorf("snapshot of %s: it is frozen, resume it first: %w", x.id, sandbox.ErrState)
 	}
