@@ -222,6 +222,29 @@ func TestConfig(t *testing.T) {
 	}
 }
 
+// A browser's address of a screen has the key only when it is asked for, and then where it is never sent.
+func TestViewURL(t *testing.T) {
+	c, err := New(Config{URL: "https://gw.example:7300/", Key: "dsec_a+b"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, x := range []struct {
+		port uint16
+		key  bool
+		want string
+	}{{0, false, "https://gw.example:7300/v1/screens/mine"}, {5901, true, "https://gw.example:7300/v1/screens/mine?port=5901#key=dsec_a%2Bb"}} {
+		if got, err := c.Sandbox("mine").Screen(x.port).ViewURL(x.key); err != nil || got != x.want {
+			t.Errorf("%q, %v; want %q", got, err, x.want)
+		}
+	}
+	if c, err = New(Config{URL: "unix:/run/x.sock", Key: "k"}); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := c.Sandbox("mine").Screen(0).ViewURL(true); !errors.Is(err, ErrInvalid) {
+		t.Errorf("over a Unix socket: %q, %v", got, err)
+	}
+}
+
 // Key and protocol go with calls and streams alike.
 func TestHeaders(t *testing.T) {
 	s, c := dial(t)

@@ -14,7 +14,7 @@ import tarfile
 import pytest
 
 import dsec
-from dsec import _config, _connect, _files, _http1, _octets, _ops, _websocket
+from dsec import _config, _connect, _files, _http1, _octets, _ops, _screen, _websocket
 from dsec._tar import pack
 from dsec._unpack import Unpacker
 from dsec.errors import Denied, DsecError, Exists, Internal, Invalid, NotFound, Unavailable, VersionMismatch, from_code
@@ -442,3 +442,11 @@ def test_syntax_of_the_oldest_python():
             if n.endswith(".py"):
                 with open(os.path.join(folder, n), encoding="utf-8") as f:
                     ast.parse(f.read(), feature_version=(3, 9))
+
+
+def test_view_url():
+    c = _config.resolve("https://gw.example:7300/base/", "k", None, 1, None)
+    assert _screen.view_url(c, "mine", 0) == "https://gw.example:7300/base/v1/screens/mine"
+    assert _screen.view_url(c, "mine", 5901) == "https://gw.example:7300/base/v1/screens/mine?port=5901"
+    with pytest.raises(Invalid):
+        _screen.view_url(c, "mine", 70000)

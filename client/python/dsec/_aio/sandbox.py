@@ -103,6 +103,10 @@ class AsyncSandbox:
         """The way to a TCP port inside, 1 to 65535."""
         return AsyncPort(self._t, self.id, port)
 
+    async def console(self) -> bytes:
+        """What its machine (`microvm`, `vm`) wrote on its serial console: the last MiB, also of a sandbox that has ended."""
+        return (await self._t.run(ops.call("DisplayService/Console", {"sandbox": self.id}))).raw("text")
+
     def screen(self, port: int = 0) -> AsyncScreen:
         """Its screen. Port 0 takes the machine's own where it has one, else the display server at 5900 inside."""
         return AsyncScreen(self._t, self.id, port)

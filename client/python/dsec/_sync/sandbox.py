@@ -95,6 +95,10 @@ class Sandbox:
         """The way to a TCP port inside, 1 to 65535."""
         return Port(self._t, self.id, port)
 
+    def console(self) -> bytes:
+        """What its machine (`microvm`, `vm`) wrote on its serial console: the last MiB, also of a sandbox that has ended."""
+        return (self._t.run(ops.call("DisplayService/Console", {"sandbox": self.id}))).raw("text")
+
     def screen(self, port: int = 0) -> Screen:
         """Its screen. Port 0 takes the machine's own where it has one, else the display server at 5900 inside."""
         return Screen(self._t, self.id, port)
