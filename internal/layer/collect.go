@@ -14,22 +14,46 @@ import (
 
 // collect removes the layer's data when nothing holds it any more. The caller has mu.
 func (c *Catalogue) collect(ctx context.Context, id ID) error {
-	h, err := c.holders(ctx, true)
+	held, others, err := c.inUse(ctx, id)
 	if errors.Is(err, sandbox.ErrState) {
 		return nil // sweeps tell
 	}
-	if err != nil || h.all[id] {
+	if err != nil || held {
 		return err
 	}
-	d, err := c.erase(ctx, id, !h.alone)
+	d, err := c.erase(ctx, id, others)
 	if err != nil || d.ID == "" {
 		return err
 	}
 	back, err := c.putBack(ctx, []Descriptor{d})
-	if err != nil || back[id] || !h.alone || !c.local(d) {
+	if err != nil || back[id] || others || !c.local(d) {
 		return err
 	}
 	return c.free(ctx, d, c.now().Add(-youngest))
+}
+
+// inUse tells whether anybody holds the layer, and whether there are others who might. The reference of a layer that no project of these facts
+// holds any more is taken away.
+func (c *Catalogue) inUse(ctx context.Context, id ID) (held, others bool, err error) {
+	own, err := c.own(ctx)
+	if err != nil || own[id] {
+		return own[id], false, err
+	}
+	me, err := c.identity(ctx)
+	if err == nil {
+		err = c.store.Delete(ctx, referenceKey(me, id))
+	}
+	if err != nil {
+		return false, false, err
+	}
+	list, err := c.beside(ctx)
+	if err != nil {
+		return false, false, err
+	}
+	if held, err = c.heldBeside(ctx, list, id); err == nil && !held {
+		err = c.pushed(ctx, true, func(p ID) { held = held || p == id })
+	}
+	return held, len(list) > 0, err
 }
 
 // youngest is the age below which an object may belong to an import that has not said so yet.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"golang.org/x/sync/errgroup"
@@ -107,6 +108,40 @@ func (c *Catalogue) own(ctx context.Context) (map[ID]bool, error) {
 	return out, nil
 }
 
+// beside lists the other catalogues that write into the store. It fails where one does not tell what it holds.
+func (c *Catalogue) beside(ctx context.Context) ([]string, error) {
+	me, err := c.identity(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var list []string
+	if err := c.store.List(ctx, markFolder, func(i store.Info) bool {
+		if of := i.Key[len(markFolder):]; of != me {
+			list = append(list, of)
+		}
+		return true
+	}); err != nil {
+		return nil, err
+	}
+	for _, of := range list {
+		if err := c.tellsReferences(ctx, of); err != nil {
+			return nil, err
+		}
+	}
+	return list, nil
+}
+
+// heldBeside tells whether one of the other catalogues holds the layer.
+func (c *Catalogue) heldBeside(ctx context.Context, others []string, id ID) (bool, error) {
+	for _, of := range others {
+		_, err := c.store.Stat(ctx, referenceKey(of, id))
+		if err == nil || !errors.Is(err, sandbox.ErrNotFound) {
+			return err == nil, err
+		}
+	}
+	return false, nil
+}
+
 // references are what is said in the store of who holds what.
 type references struct {
 	mine   map[ID]bool // by this catalogue
@@ -115,56 +150,32 @@ type references struct {
 	lost   []string // keys of catalogues whose mark somebody took away, of a day ago and older
 }
 
-// references reads them. It fails where another catalogue does not tell what it holds.
+// references reads them all.
 func (c *Catalogue) references(ctx context.Context) (references, error) {
-	r := references{mine: map[ID]bool{}, others: map[ID]bool{}, alone: true}
+	r := references{mine: map[ID]bool{}, others: map[ID]bool{}}
 	me, err := c.identity(ctx)
 	if err != nil {
 		return r, err
 	}
-	// References first: one that comes later has its mark already.
-	type reference struct {
-		store.Info
-		of string
-		id ID
-	}
-	var list []reference
-	if err := c.store.List(ctx, heldFolder, func(i store.Info) bool {
-		of, hex, ok := strings.Cut(i.Key[len(heldFolder):], "/")
-		if id, err := ParseID(idPrefix + hex); ok && err == nil {
-			list = append(list, reference{i, of, id})
-		}
-		return true
-	}); err != nil {
+	others, err := c.beside(ctx)
+	if err != nil {
 		return r, err
 	}
-	marks := map[string]bool{}
-	if err := c.store.List(ctx, markFolder, func(i store.Info) bool {
-		marks[i.Key[len(markFolder):]] = true
-		return true
-	}); err != nil {
-		return r, err
-	}
-	for of := range marks {
-		if of == me {
-			continue
-		}
-		r.alone = false
-		if err := c.tellsReferences(ctx, of); err != nil {
-			return r, err
-		}
-	}
-	for _, l := range list {
+	r.alone = len(others) == 0
+	return r, c.store.List(ctx, heldFolder, func(i store.Info) bool {
+		of, hex, _ := strings.Cut(i.Key[len(heldFolder):], "/")
+		id, err := ParseID(idPrefix + hex)
 		switch {
-		case l.of == me:
-			r.mine[l.id] = true
-		case marks[l.of]:
-			r.others[l.id] = true
-		case c.now().Sub(l.Modified) > claimAge: // a mark may be about to be written
-			r.lost = append(r.lost, l.Key)
+		case err != nil:
+		case of == me:
+			r.mine[id] = true
+		case slices.Contains(others, of) || c.now().Sub(i.Modified) <= claimAge: // its mark may have come just now
+			r.others[id] = true
+		default:
+			r.lost = append(r.lost, i.Key)
 		}
-	}
-	return r, nil
+		return true
+	})
 }
 
 func (c *Catalogue) tellsReferences(ctx context.Context, of string) error {
@@ -234,20 +245,20 @@ func (c *Catalogue) putBack(ctx context.Context, gone []Descriptor) (back map[ID
 	if len(gone) == 0 {
 		return nil, nil
 	}
-	r, err := c.references(ctx)
-	if err != nil && !errors.Is(err, sandbox.ErrState) {
+	others, err := c.beside(ctx)
+	all := errors.Is(err, sandbox.ErrState) // somebody came who does not tell
+	if err != nil && !all {
 		return nil, err
 	}
-	all := err != nil // somebody came who does not tell
 	back = map[ID]bool{}
 	for _, d := range gone {
-		if !all && !r.others[d.ID] {
-			continue
+		held, err := c.heldBeside(ctx, others, d.ID)
+		if err == nil && (all || held) {
+			back[d.ID], err = true, c.describe(ctx, d)
 		}
-		if err := c.describe(ctx, d); err != nil {
+		if err != nil {
 			return nil, err
 		}
-		back[d.ID] = true
 	}
 	return back, nil
 }
