@@ -84,6 +84,16 @@ func (s *service) blobStats(t testing.TB) blob.Stats {
 	return st
 }
 
+func (s *service) metrics(t testing.TB) (int, string) {
+	t.Helper()
+	r, err := http.NewRequest(http.MethodGet, "http://dsec/metrics", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Authorization", "Bearer "+s.key())
+	return s.send(t, r)
+}
+
 // bigLayer is a layer with a file of so many MiB whose sum is known.
 func bigLayer(t testing.TB, s *service, seed uint64, mib int) (layer, sum string) {
 	t.Helper()
@@ -118,6 +128,14 @@ func TestSandboxesStartFromAStoreThatIsNotLocal(t *testing.T) {
 	}
 	if after := s.blobStats(t).Fetched; after != before {
 		t.Errorf("a second sandbox fetched %d octets again", after-before)
+	}
+	// The same is told to whoever watches the host.
+	status, text := s.metrics(t)
+	for _, name := range []string{"asked_bytes_total", "cache_bytes_total", "fetched_bytes_total", "reads_total", "fetch_seconds_count", "daemon_starts_total"} {
+		at := strings.Index(text, "\ndsec_blob_"+name+" ")
+		if status != http.StatusOK || at < 0 || strings.HasPrefix(text[at+len("\ndsec_blob_"+name+" "):], "0\n") {
+			t.Errorf("metrics (%d) do not tell %s", status, name)
+		}
 	}
 	if b, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(b), "dsec-blobs") {
 		t.Errorf("the daemon's file system is attached to the tree (%v)", err)
@@ -277,6 +295,21 @@ func TestLayersAreLaidOutByWhatWasRead(t *testing.T) {
 	next := s.box(t, func(o *client.Options) { o.Layers = []string{s.small(t), layer} })
 	if got := strings.Fields(out(t, next, "sha256sum /srv/f05"))[0]; got != sumOf(storetest.Random(5, 1<<20)) {
 		t.Error("wrong octets after the layer was laid out anew")
+	}
+	// A list that is known before is given to the build.
+	tree, list := t.TempDir(), filepath.Join(t.TempDir(), "hot")
+	for i := range 3 {
+		must(t, os.WriteFile(filepath.Join(tree, fmt.Sprint("f", i)), storetest.Random(uint64(i+30), 1<<20), 0o644))
+	}
+	must(t, os.WriteFile(list, []byte("/f2\n"), 0o644))
+	if b, err := s.dsec("layer", "build", "hot/l", "--dir", tree, "--hot", list).CombinedOutput(); err != nil {
+		t.Fatalf("build --hot: %v %s", err, b)
+	}
+	r, err := s.client().GetLayer(within(t), "hot/l")
+	must(t, err)
+	text, err := os.ReadFile(filepath.Join(s.state, "store", "layers", strings.TrimPrefix(r.Layer.Id, "sha256:")+".json"))
+	if err != nil || !strings.Contains(string(text), `"hot":1048576`) {
+		t.Errorf("%s (%v), want one file of 1 MiB in front", text, err)
 	}
 }
 
