@@ -84,17 +84,20 @@ initramfs() { # kernel
   (cd "$dir" && find . | busybox cpio -o -H newc 2>/dev/null) >"$work/initramfs-$1.img"
 }
 
-# watch ends a machine that hangs: its console has been silent for seconds of processor time, or ten times as long by the clock. With
-# dsec.heartbeat process 1 says every 10 s that it lives. By the clock alone a busy host would look like a machine that hangs.
+# watch ends a machine that hangs: its console has been silent for seconds of processor time, or for as long by the clock while it wanted no
+# processor, or ten times as long by the clock. With dsec.heartbeat process 1 says every 10 s that it lives. By the clock alone a busy host
+# would look like a machine that hangs.
 watch() { # console, pid, seconds
-  local at=0 cpu=0 now ticks machine
+  local at=0 cpu=0 idle=0 now ticks machine
   ticks=$(getconf CLK_TCK)
   while sleep 2; do
     machine=$(pgrep -P "$2" | head -n 1) || true # what is awaited is timeout, whose child it is
     now=$(awk '{sub(/.*\) /, ""); print $12 + $13}' "/proc/${machine:-$2}/stat" 2>/dev/null) || return 0
     [ -n "$now" ] || return 0
-    if [ "$(stat -c %Y "$1")" != "$at" ]; then at=$(stat -c %Y "$1") cpu=$now; fi
-    if [ $(((now - cpu) / ticks)) -gt "$3" ] || [ $(($(date +%s) - at)) -gt $((10 * $3)) ]; then
+    if [ "$(stat -c %Y "$1")" != "$at" ]; then at=$(stat -c %Y "$1") cpu=$now idle=0; fi
+    # One of its threads that waits for a processor is not idle.
+    if grep -qs '^State:.[RD]' "/proc/${machine:-$2}"/task/*/status; then idle=0; else idle=$((idle + 2)); fi
+    if [ $(((now - cpu) / ticks)) -gt "$3" ] || [ $idle -gt "$3" ] || [ $(($(date +%s) - at)) -gt $((10 * $3)) ]; then
       echo "silent for $(((now - cpu) / ticks)) s of its processor, $(($(date +%s) - at)) s by the clock: ended"; kill "$2"; return 0
     fi
   done
