@@ -90,6 +90,9 @@ func TestFirecrackerIsNeverSwapped(t *testing.T) {
 			if !slices.Equal(got.PauseLevels, c.levels) || !strings.HasPrefix(got.Features["driver"], "firecracker 1.") || got.Features["accelerator"] != "kvm" || got.Features["degraded"] != "" {
 				t.Errorf("%+v", got)
 			}
+			if got.Fork != "memory" {
+				t.Errorf("forks with %q, want memory: a fork saves, which every version can", got.Fork)
+			}
 			if (got.Features["pause"] == "") != slices.Contains(c.levels, sandbox.Frozen) {
 				t.Errorf("pause levels %v, because %q", got.PauseLevels, got.Features["pause"])
 			}
