@@ -29,13 +29,13 @@ func testOutput(t *testing.T, e *Env) {
 			{"one octet", sandbox.Command{Argv: []string{"/bin/printf", "x"}}, 1, "x"},
 			{"200,000 octets", sandbox.Command{Argv: []string{"/bin/head", "-c", "200000", "/dev/zero"}}, 200000, "\x00"},
 		} {
-			t.Run(c.name, func(t *testing.T) { b.repeat(t, e.times(200), c.cmd, c.want, c.tail) })
+			t.Run(c.name, func(t *testing.T) { b.repeat(t, e.times(1000), c.cmd, c.want, c.tail) })
 		}
 		t.Run("terminal", func(t *testing.T) {
 			e.skipUnless(t, e.Backend.Capabilities().Terminal, NoTerminal)
 			c := sh("seq 1 50; echo end")
 			c.Terminal = &sandbox.Size{Rows: 24, Cols: 80}
-			b.repeat(t, e.times(200), c, 0, "end\r\n")
+			b.repeat(t, e.times(1000), c, 0, "end\r\n")
 		})
 	})
 	t.Run("B33: up to the cap nothing is cut, beyond it the cut is told", func(t *testing.T) {
