@@ -590,11 +590,13 @@ const (
 	reportEvents = 8
 	reportSize   = 4*4 + 3*8 + 2*4 + reportEvents*32
 
-	reportEnded = 4*4 + 2*8 // where it stands
+	reportFlags = 3 * 4 // where they stand
+	reportEnded = 4*4 + 2*8
 
 	reportWall   = 1
 	reportCPU    = 2
 	reportFilter = 4
+	reportHeld   = 16
 )
 
 var callStages = [...]string{"", "make its processes", "enter its network", "make its mounts", "take its user", "enter its groups", "confine it", "execute"}
@@ -638,6 +640,9 @@ func (x *running) wait(ctx context.Context) (*CallEnd, error) {
 	readers.Wait()
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("%w", err)
+	}
+	if x.early == nil && binary.LittleEndian.Uint32(report[reportFlags:])&reportHeld != 0 { // killed from outside while it waited
+		return nil, fmt.Errorf("its command ended before its program came: %w", sandbox.ErrLost)
 	}
 	x.ended = binary.LittleEndian.Uint64(report[reportEnded:])
 	if err := end.decode(report); err != nil {

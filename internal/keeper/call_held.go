@@ -24,7 +24,7 @@ func (x *running) hold() (err error) {
 	if err := unix.Fchown(x.source, int(x.g.uid), int(x.g.uid)); err != nil {
 		return fmt.Errorf("make %.80q: %w", x.r.Hold, err)
 	}
-	x.mark, err = unix.FanotifyInit(unix.FAN_CLASS_CONTENT|unix.FAN_CLOEXEC, unix.O_RDONLY|unix.O_CLOEXEC)
+	x.mark, err = unix.FanotifyInit(unix.FAN_CLASS_CONTENT|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK, unix.O_RDONLY|unix.O_CLOEXEC)
 	switch {
 	case err == unix.EMFILE: // a user has a bound of its own for these (fs.fanotify.max_user_groups)
 		return fmt.Errorf("hold its program: too many are held: %w", sandbox.ErrExhausted)

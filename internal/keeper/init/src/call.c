@@ -56,7 +56,7 @@ enum { S_NONE, S_CLONE, S_NETWORK, S_MOUNT, S_USER, S_GROUP, S_CONFINE, S_EXEC }
 
 // Flags of a call, and of a report.
 enum { CALL_POOLED = 1, CALL_HELD = 2 };
-enum { R_WALL = 1, R_CPU = 2, R_FILTER = 4, R_TOLD = 8 };
+enum { R_WALL = 1, R_CPU = 2, R_FILTER = 4, R_TOLD = 8, R_HELD = 16 };
 
 void *memcpy(void *d, const void *s, u64 n)
 {
@@ -559,9 +559,8 @@ static void call(void)
 				own = own_cpu();
 				began = now();
 				next = first_check();
-				if (let_go(held) < 0)
-					die(1);
-				held = -1;
+				if (let_go(held) >= 0) // else who waited has just died
+					held = -1;
 				continue;
 			}
 			if (r != 1)
@@ -602,6 +601,8 @@ static void call(void)
 			}
 		}
 	}
+	if (held >= 0)
+		report.flags |= R_HELD; // its program never began
 	sys2(__NR_kill, -1, SIGKILL);
 	for (;;) {
 		i32 status = 0;
