@@ -40,7 +40,7 @@ type workplace struct {
 // sh runs text in the session; how it ends is the agent's affair.
 func (w *workplace) sh(ctx context.Context, text string) (*client.Result, error) {
 	w.r.steps++
-	r, err := w.shell.RunCmd(ctx, text, client.Cmd{ID: fmt.Sprintf("step-%d", w.r.steps), Timeout: 2 * time.Minute})
+	r, err := w.shell.RunCmd(ctx, text, client.Cmd{ID: fmt.Sprintf("step-%d", w.r.steps), Timeout: testBound})
 	if err != nil {
 		return nil, err
 	}
@@ -189,12 +189,12 @@ chmod 755 /tmp/fake`
 }
 
 // rollout lets one agent work in a sandbox of its own and grades the result in another.
-func rollout(ctx context.Context, c *client.Client, job string, t *task, r *result) {
+func rollout(ctx context.Context, c *client.Client, on place, job string, t *task, r *result) {
 	start := time.Now()
 	defer func() { r.wall = time.Since(start) }()
 	key := fmt.Sprintf("%s/%s/%d", t.name, r.agent, r.round)
 	r.trajectory, r.class = job+" "+key, "none"
-	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key, Labels: map[string]string{"task": t.name, "agent": r.agent}, Trace: "light"})
+	sb, err := c.RunContainer(ctx, on.options(client.Options{Environment: t.env, Job: job, Key: key, Labels: map[string]string{"task": t.name, "agent": r.agent}, Trace: "light"}))
 	if err != nil {
 		r.err, r.class = err, "platform"
 		return
@@ -205,7 +205,7 @@ func rollout(ctx context.Context, c *client.Client, job string, t *task, r *resu
 		r.class = class(ctx, sb)
 		return
 	}
-	if r.reward, r.err = t.grade(ctx, c, job, key, sb, r); r.err != nil {
+	if r.reward, r.err = t.grade(ctx, c, on, job, key, sb, r); r.err != nil {
 		r.class = "platform"
 	}
 }
@@ -232,7 +232,7 @@ func class(ctx context.Context, sb *client.Sandbox) string {
 }
 
 // grade takes the agent's work tree, and nothing else of its sandbox, into a clean one; the agent's tests do not come along.
-func (t *task) grade(ctx context.Context, c *client.Client, job, key string, agentSandbox *client.Sandbox, r *result) (float64, error) {
+func (t *task) grade(ctx context.Context, c *client.Client, on place, job, key string, agentSandbox *client.Sandbox, r *result) (float64, error) {
 	var b bytes.Buffer
 	if _, err := agentSandbox.Files().Download(ctx, repo, &b); err != nil {
 		return 0, err
@@ -241,7 +241,7 @@ func (t *task) grade(ctx context.Context, c *client.Client, job, key string, age
 	if err != nil {
 		return 0, err
 	}
-	sb, err := c.RunContainer(ctx, client.Options{Environment: t.env, Job: job, Key: key + "/grade", Trace: "light"})
+	sb, err := c.RunContainer(ctx, on.options(client.Options{Environment: t.env, Job: job, Key: key + "/grade", Trace: "light"}))
 	if err != nil {
 		return 0, err
 	}

@@ -22,21 +22,35 @@ func main() {
 	var only string
 	var rounds, parallel int
 	var again bool
+	var on place
 	flag.StringVar(&only, "task", "", "only this task")
 	flag.IntVar(&rounds, "rounds", 2, "how often each agent works on each task")
 	flag.IntVar(&parallel, "parallel", 3, "rollouts at once")
+	flag.StringVar(&on.backend, "backend", "container", "where agents work and are graded: container, microvm or vm; environments are prepared in containers")
+	flag.BoolVar(&on.degraded, "allow-degraded", false, "take machines without hardware acceleration")
 	flag.BoolVar(&again, "replay", false, "do every recorded step again afterwards, in fresh sandboxes, and compare")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, only, rounds, parallel, again); err != nil {
+	if err := run(ctx, on, only, rounds, parallel, again); err != nil {
 		fmt.Fprintln(os.Stderr, "swe:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, only string, rounds, parallel int, again bool) error {
-	c, err := client.Connect(ctx, client.Config{Timeout: 10 * time.Minute})
+// place is the kind of sandbox that rollouts get.
+type place struct {
+	backend  string
+	degraded bool
+}
+
+func (p place) options(o client.Options) client.Options {
+	o.Backend, o.AllowDegraded = p.backend, p.degraded
+	return o
+}
+
+func run(ctx context.Context, on place, only string, rounds, parallel int, again bool) error {
+	c, err := client.Connect(ctx, client.Config{Timeout: testBound + time.Minute})
 	if err != nil {
 		return err
 	}
@@ -61,7 +75,7 @@ func run(ctx context.Context, only string, rounds, parallel int, again bool) err
 		return err
 	}
 	defer job.Close()
-	results := rollouts(ctx, c, job.Name, ready, rounds, parallel)
+	results := rollouts(ctx, c, on, job.Name, ready, rounds, parallel)
 	print(results)
 	fmt.Printf("%d rollouts in %.0f s with preparation\n", len(results), time.Since(start).Seconds())
 	if err := verdict(results); err != nil || !again {
@@ -84,7 +98,7 @@ type result struct {
 	err         error
 }
 
-func rollouts(ctx context.Context, c *client.Client, job string, tasks []*task, rounds, parallel int) []result {
+func rollouts(ctx context.Context, c *client.Client, on place, job string, tasks []*task, rounds, parallel int) []result {
 	var results []result
 	for round := 1; round <= rounds; round++ {
 		for _, t := range tasks {
@@ -103,7 +117,7 @@ func rollouts(ctx context.Context, c *client.Client, job string, tasks []*task, 
 		slots <- struct{}{}
 		wg.Go(func() {
 			defer func() { <-slots }()
-			rollout(ctx, c, job, byName[results[i].task], &results[i])
+			rollout(ctx, c, on, job, byName[results[i].task], &results[i])
 		})
 	}
 	wg.Wait()

@@ -241,7 +241,7 @@ func (t *task) test(ctx context.Context, sb *client.Sandbox, code map[string]fil
 	passed := map[string]bool{}
 	for _, part := range t.parts(tree) {
 		argv := append([]string{"/bin/sh", "-c", t.script(), "sh"}, part...)
-		r, err := sb.Run(ctx, client.Cmd{Argv: argv, Cwd: repo, Timeout: 3 * time.Minute})
+		r, err := sb.Run(ctx, client.Cmd{Argv: argv, Cwd: repo, Timeout: testBound})
 		if err != nil {
 			return nil, err
 		}
@@ -249,6 +249,9 @@ func (t *task) test(ctx context.Context, sb *client.Sandbox, code map[string]fil
 	}
 	return passed, nil
 }
+
+// testBound is what an agent's step or a task's tests take at the most, also in a machine that is translated.
+const testBound = 20 * time.Minute
 
 // script runs `go test -json` with its arguments and takes from the output what is another each time and tells nothing: where a panic's
 // values lay in memory, the numbers of goroutines, and what a mute test prints. The verdicts are events of their own.
