@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -200,6 +201,8 @@ func (d *qemuDisplay) Scroll(ctx context.Context, steps int) error {
 	return nil
 }
 
+var vncClients atomic.Uint64
+
 // VNC hands QEMU one end of a socket pair for a client of its VNC server, which listens nowhere.
 func (d *qemuDisplay) VNC(ctx context.Context) (net.Conn, error) {
 	p, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -210,10 +213,12 @@ func (d *qemuDisplay) VNC(ctx context.Context) (net.Conn, error) {
 	defer far.Close()
 	defer near.Close()
 	v := d.vm()
-	if err := v.do(ctx, "getfd", map[string]string{"fdname": "vnc"}, nil, far); err != nil {
+	name := fmt.Sprintf("vnc%d", vncClients.Add(1)) // a second of one name would take the first's place
+	if err := v.do(ctx, "getfd", map[string]string{"fdname": name}, nil, far); err != nil {
 		return nil, fmt.Errorf("VNC: %w", err)
 	}
-	if err := v.do(ctx, "add_client", map[string]any{"protocol": "vnc", "fdname": "vnc", "skipauth": true}, nil); err != nil {
+	if err := v.do(ctx, "add_client", map[string]any{"protocol": "vnc", "fdname": name, "skipauth": true}, nil); err != nil {
+		v.do(context.WithoutCancel(ctx), "closefd", map[string]string{"fdname": name}, nil)
 		return nil, fmt.Errorf("VNC: %w", err)
 	}
 	c, err := net.FileConn(near)

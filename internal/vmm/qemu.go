@@ -87,6 +87,9 @@ func (q *QEMU) NewMemory(_ string, size int64) (*os.File, error) {
 	return NewMemory("dsec-template", size)
 }
 
+// refusedImage is what QEMU says of a disk that somebody brought.
+var refusedImage = regexp.MustCompile(`"node-name":"below\d+".*?\}: ([^\n]+)`)
+
 // hostKHz is the rate of the processor's time stamp counter: without it a translated guest measures it for a second, or for ever.
 var hostKHz = sync.OnceValue(func() int {
 	text, err := os.ReadFile("/proc/cpuinfo")
@@ -131,6 +134,7 @@ func (b *builder) close() {
 	for _, f := range b.own {
 		f.Close()
 	}
+	b.own = nil
 }
 
 const (
@@ -160,11 +164,15 @@ func (q *QEMU) Create(ctx context.Context, s *Spec) (VM, error) {
 	if err != nil {
 		return nil, err
 	}
+	b.close() // so that a QEMU which refuses its command line leaves nobody who listens
 	vm := &qemuVM{q: q, id: s.ID, dir: s.Dir, pid: pid, display: s.Display}
 	if err := vm.connect(ctx); err != nil {
 		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
-		if said := saidBy(undo, q.warden, s.ID); said != "" {
+		said := saidBy(undo, q.warden, s.ID)
+		if bad := refusedImage.FindStringSubmatch(said); bad != nil && s.Image != nil {
+			err = fmt.Errorf("QEMU does not take the image's disk: %s: %w", bad[1], sandbox.ErrInvalid)
+		} else if said != "" {
 			err = fmt.Errorf("%w: QEMU says: %s", err, said)
 		}
 		return nil, fmt.Errorf("machine %s: %w", s.ID, errors.Join(err, vm.Kill(undo)))

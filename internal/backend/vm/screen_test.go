@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -70,6 +71,30 @@ func TestScreenOfVM(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) || !told(err) {
 		t.Errorf("text that was broken off: %v", err)
 	}
+}
+
+// Many who open a vm's screen at once are all greeted.
+func TestScreensAtOnce(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
+	m := boot(t, e, image(t, e, map[string][]byte{vm.OwnFile: []byte("disk = \"disk.img\"\n"), "disk.img": bootSector()}))
+	ctx := within(t)
+	var all sync.WaitGroup
+	for range 32 {
+		all.Go(func() {
+			c, err := m.Instance.(sandbox.Screened).VNC(ctx)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			scr, err := display.Open(ctx, c)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			scr.Close()
+		})
+	}
+	all.Wait()
 }
 
 // A machine that does not come up is given up when its kernel has, and its create says what the console said.
