@@ -30,7 +30,9 @@ type disks struct {
 const (
 	diskSuffix   = ".disk"
 	masterPrefix = "master-"
-	mkfsTimeout  = time.Minute
+	// snapshotFolder begins the name of a folder that a snapshot gathers what it keeps in.
+	snapshotFolder = "snapshot-"
+	mkfsTimeout    = time.Minute
 	// What ext4 needs beside its inode tables, in octets.
 	diskOverhead = 2 << 20
 )
@@ -163,6 +165,10 @@ func (d *disks) sweep(keep map[string]bool) error {
 		if !keep[id] {
 			errs = append(errs, os.Remove(f))
 		}
+	}
+	snapshots, _ := filepath.Glob(filepath.Join(d.dir, snapshotFolder+"*")) // that were broken off
+	for _, f := range snapshots {
+		errs = append(errs, os.RemoveAll(f))
 	}
 	list, _ := filepath.Glob(filepath.Join(d.dir, "*.new"))
 	for _, f := range list {

@@ -34,6 +34,8 @@ const (
 	maxOwnFile = 64 << 10
 	maxChanges = 32 // snapshots over each other
 	changesFor = "changes-%d.qcow2"
+	// copyingFile in the machine's folder says that it stands still for a snapshot, not for who paused it.
+	copyingFile = "copying"
 )
 
 // OwnImage is what OwnFile says. Files are names in the environment's layers.
@@ -126,7 +128,7 @@ func (l ownLayers) open(name string) (*os.File, error) {
 		}
 		return f, nil
 	}
-	return nil, fmt.Errorf("%.80q is in none of the image's layers: %w", name, fs.ErrNotExist)
+	return nil, fmt.Errorf("%.80q is in none of the image's layers: %w: %w", name, fs.ErrNotExist, sandbox.ErrInvalid)
 }
 
 // openOwn opens the layers of an environment that is a machine's image; nil where it is none. Whether a layer has the mark is remembered.
@@ -445,7 +447,7 @@ func (x *instance) ownSnapshot(ctx context.Context) (_ string, err error) {
 	if len(m.Changes) >= maxChanges {
 		return "", fmt.Errorf("%d snapshots lie over each other already: %w", len(m.Changes), sandbox.ErrExhausted)
 	}
-	dir, err := os.MkdirTemp(x.b.cfg.StateDir, "snapshot-")
+	dir, err := os.MkdirTemp(x.b.cfg.StateDir, snapshotFolder)
 	if err != nil {
 		return "", err
 	}
@@ -473,13 +475,29 @@ func (x *instance) ownSnapshot(ctx context.Context) (_ string, err error) {
 	return string(d.ID), nil
 }
 
+func (x *instance) copying() string { return filepath.Join(x.dir(), copyingFile) }
+
+// endCopying lets a machine go on that the last host stopped for a snapshot, and says whether it did.
+func (x *instance) endCopying(ctx context.Context) (bool, error) {
+	if _, err := os.Stat(x.copying()); err != nil {
+		return false, nil
+	}
+	if err := x.vm.Resume(ctx); err != nil {
+		return false, err
+	}
+	return true, os.Remove(x.copying())
+}
+
 // copyChanges copies the disk's changes while the machine stands still: QEMU has then written what it holds.
 func (x *instance) copyChanges(ctx context.Context, to string) (err error) {
 	if !x.isFrozen() {
-		if err := x.vm.Pause(ctx); err != nil {
+		if err := os.WriteFile(x.copying(), nil, 0o600); err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, x.vm.Resume(context.WithoutCancel(ctx))) }()
+		if err := x.vm.Pause(ctx); err != nil {
+			return errors.Join(err, os.Remove(x.copying()))
+		}
+		defer func() { err = errors.Join(err, x.vm.Resume(context.WithoutCancel(ctx)), os.Remove(x.copying())) }()
 	}
 	from, err := x.b.disks.open(x.name())
 	if err != nil {

@@ -280,6 +280,43 @@ func TestImageOfTheUsersOwn(t *testing.T) {
 	}
 }
 
+// A host that ends in the middle of a snapshot leaves a machine that stands still, which the next one lets go on, and a copy, which it removes.
+func TestSnapshotBrokenOff(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
+	m := boot(t, e, image(t, e, map[string][]byte{vm.OwnFile: []byte("disk = \"disk.img\"\n"), "disk.img": bootSector()}))
+	m.says(t, "hello 1\n")
+	if err := m.Pause(within(t), sandbox.Frozen); err != nil {
+		t.Fatal(err)
+	}
+	left := filepath.Join(e.Config.StateDir, "snapshot-1")
+	note := filepath.Join(e.Config.RunDir, string(m.id), "copying")
+	if err := errors.Join(os.WriteFile(note, nil, 0o600), os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "changes-1.qcow2"), nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	again := e.Restart(t)
+	taken, err := again.Recover(within(t), m.id, m.spec, m.Handle(), m.sink)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Instance = taken
+	if err := again.Sweep(within(t), map[sandbox.ID]bool{m.id: true}); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range []string{left, note} {
+		if _, err := os.Stat(f); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s is there: %v", f, err)
+		}
+	}
+	m.key(t, "a")
+	m.says(t, "hello 1\na")
+	if _, err := m.Snapshot(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(note); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("after a snapshot its note is there: %v", err)
+	}
+}
+
 // With UEFI the machine has OVMF and variables of its own, which says on the console that the CD is none of its kind.
 func TestImageWithUEFI(t *testing.T) {
 	if os.Getenv("DSEC_TORTURE") == "" {
@@ -325,6 +362,8 @@ func TestImageThatIsRefused(t *testing.T) {
 	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
 	own := []byte("disk = \"disk.qcow2\"\n")
 	backed := append([]byte("QFI\xfb\x00\x00\x00\x03\x00\x00\x00\x00\x00\x00\x02\x00"), make([]byte, 100)...)
+	broken := append([]byte("QFI\xfb\x00\x00\x00\x03"), make([]byte, 100)...) // with clusters of one octet
+	broken[30], broken[103] = 1, 104
 	good := image(t, e, map[string][]byte{vm.OwnFile: own, "disk.qcow2": bootSector()})
 	for what, x := range map[string]struct {
 		layer  string
@@ -332,7 +371,8 @@ func TestImageThatIsRefused(t *testing.T) {
 		want   error
 		text   string
 	}{
-		"no file":      {image(t, e, map[string][]byte{vm.OwnFile: own}), nil, os.ErrNotExist, "disk.qcow2"},
+		"no file":      {image(t, e, map[string][]byte{vm.OwnFile: own}), nil, sandbox.ErrInvalid, "disk.qcow2"},
+		"by QEMU":      {image(t, e, map[string][]byte{vm.OwnFile: own, "disk.qcow2": broken}), nil, sandbox.ErrInvalid, "cluster size"},
 		"other files":  {image(t, e, map[string][]byte{vm.OwnFile: own, "disk.qcow2": backed}), nil, sandbox.ErrInvalid, "backing file"},
 		"wrong":        {image(t, e, map[string][]byte{vm.OwnFile: []byte("disk = 3")}), nil, sandbox.ErrInvalid, vm.OwnFile},
 		"volumes":      {good, func(s *sandbox.Spec) { s.Volumes = []sandbox.Volume{{Path: "/v", Layer: e.Layer}} }, sandbox.ErrUnsupported, "volumes"},
@@ -344,7 +384,7 @@ func TestImageThatIsRefused(t *testing.T) {
 		if x.change != nil {
 			x.change(s)
 		}
-		if _, err := e.Backend.Create(within(t), sandbox.NewID("htests"), s, &nobody{}); !errors.Is(err, x.want) || !strings.Contains(err.Error(), x.text) {
+		if _, err := e.Backend.Create(within(t), sandbox.NewID("htests"), s, &nobody{}); !errors.Is(err, x.want) || !strings.Contains(err.Error(), x.text) || errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%s: %v, want %v with %q", what, err, x.want, x.text)
 		}
 		if left := e.Left(t); len(left) > 0 {

@@ -108,8 +108,15 @@ func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Ali
 	}
 	switch s {
 	case "running": // its guest is found by the one that keeps the conversation
+		if err := os.Remove(x.copying()); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
 	case "paused":
-		x.frozen = true
+		goesOn, err := x.endCopying(ctx)
+		if err != nil {
+			return err
+		}
+		x.frozen = !goesOn
 	default:
 		return fmt.Errorf("its machine %s: %w", s, sandbox.ErrLost)
 	}

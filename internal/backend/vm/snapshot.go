@@ -46,7 +46,7 @@ func (x *instance) Snapshot(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	dir, err := os.MkdirTemp(x.b.cfg.StateDir, "snapshot-")
+	dir, err := os.MkdirTemp(x.b.cfg.StateDir, snapshotFolder)
 	if err != nil {
 		return "", x.said("snapshot", err)
 	}
