@@ -17,7 +17,7 @@ import (
 
 // machineFlags make a layer the image of a whole machine, for the backend vm.
 type machineFlags struct {
-	Machine  string `help:"From a disk image of a whole machine (raw or qcow2), for the backend vm: docs/ops/vms.md." xor:"from" placeholder:"FILE" type:"existingfile"`
+	Machine  string `help:"From a disk image of a whole machine (raw or qcow2), for the backend vm: docs/ops/guests.md." xor:"from" placeholder:"FILE" type:"existingfile"`
 	CDROM    string `name:"cdrom" help:"ISO image in the drive of such a machine; without --machine its disk is blank." placeholder:"FILE" type:"existingfile"`
 	Firmware string `help:"Of such a machine: bios or uefi." enum:"bios,uefi" default:"bios"`
 	Bus      string `help:"Of its disk: ahci, virtio or nvme." enum:"ahci,virtio,nvme" default:"ahci"`
@@ -38,6 +38,9 @@ func (x machineFlags) openMachine(ctx context.Context) (io.ReadCloser, string, e
 	if x.CDROM != "" {
 		m.CDROM = "cd.iso"
 		files[m.CDROM] = x.CDROM
+		if _, err := fileSize(x.CDROM); err != nil {
+			return nil, "", fmt.Errorf("--cdrom %w", err)
+		}
 	}
 	text, err := toml.Marshal(m)
 	if err != nil {
@@ -48,7 +51,24 @@ func (x machineFlags) openMachine(ctx context.Context) (io.ReadCloser, string, e
 	return r, "image of a machine", nil
 }
 
+// fileSize is the size of an ordinary file that holds something: to open a pipe would wait for who writes to it.
+func fileSize(path string) (int64, error) {
+	st, err := os.Stat(path)
+	switch {
+	case err != nil:
+		return 0, err
+	case !st.Mode().IsRegular():
+		return 0, fmt.Errorf("%s: is no file", path)
+	case st.Size() == 0:
+		return 0, fmt.Errorf("%s: holds nothing", path)
+	}
+	return st.Size(), nil
+}
+
 func checkImage(path string) error {
+	if _, err := fileSize(path); err != nil {
+		return fmt.Errorf("--machine %w", err)
+	}
 	f, err := os.Open(path)
 	if err != nil {
 		return err
@@ -83,23 +103,20 @@ func writeMachine(ctx context.Context, w io.Writer, text []byte, m *vm.OwnImage,
 }
 
 func writeImage(ctx context.Context, t *tar.Writer, path string, entry func(size int64) error) error {
+	size, err := fileSize(path)
+	if err != nil {
+		return err
+	}
 	f, err := os.Open(path)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return err
-	}
-	if !st.Mode().IsRegular() {
-		return fmt.Errorf("%s: is no file", path)
-	}
-	if err := entry(st.Size()); err != nil {
+	if err := entry(size); err != nil {
 		return err
 	}
 	stop := context.AfterFunc(ctx, func() { f.Close() })
 	defer stop()
-	_, err = io.CopyN(t, f, st.Size())
+	_, err = io.CopyN(t, f, size)
 	return errors.Join(err, ctx.Err())
 }
