@@ -100,6 +100,19 @@ func TestLateOutput(t *testing.T) {
 	h.rec.until(t, "late output", func() bool { return string(r.late) == "late\n" })
 }
 
+// A process that outlives its command and writes without pause writes also in the moment in which the end is told.
+func TestLateOutputComesAfterTheEnd(t *testing.T) {
+	h := open(t)
+	id := h.create()
+	for range 5 {
+		r := h.run(id, sh("(timeout 3 yes; timeout 1 yes >&2) & echo now; timeout 1 yes >&2 &"))
+		h.rec.until(t, "late output", func() bool { return len(r.late) > 0 })
+		if r.early {
+			t.Fatal("late output came before the end")
+		}
+	}
+}
+
 // B02, B41: reopened standard streams, for root and others.
 func TestStandardStreams(t *testing.T) {
 	h := open(t)

@@ -21,15 +21,15 @@ func (c *command) rewind() {
 	}
 }
 
-// pump sends a segment of each stream, then the end; left says that more is there.
+// pump sends a segment of each stream, then the end, and what is late after it; left says that more is there.
 func (c *command) pump(l *link) (sent int, left bool, err error) {
 	// Asked before the streams are: an end that becomes due while they are looked at comes with octets that were not seen there, and
 	// goes out at the next turn. Else the end would overtake them.
 	c.mu.Lock()
-	due := c.end == outPending
+	due, ended := c.end == outPending, c.end >= outSent
 	c.mu.Unlock()
 	for _, s := range c.streams() {
-		g := s.next()
+		g := s.next(ended)
 		if g == nil {
 			continue
 		}
@@ -60,7 +60,10 @@ func (c *command) pump(l *link) (sent int, left bool, err error) {
 		c.mu.Unlock()
 		c.maybeDrop()
 	})
-	return sent, false, err
+	for _, s := range c.streams() {
+		left = left || s.unsent()
+	}
+	return sent, left, err
 }
 
 // maybeDrop forgets all of a command but that it was, once the host has everything.

@@ -236,6 +236,7 @@ func sh(text string) *sandbox.Command { return &sandbox.Command{Argv: []string{"
 type result struct {
 	out, err, late []byte
 	gaps           bool // octets are missing between head and tail
+	early          bool // what is late came before the end
 	outcome        *sandbox.Outcome
 }
 
@@ -283,6 +284,7 @@ func (r *recorder) Output(_ context.Context, id sandbox.ID, cmd string, s sandbo
 			p = &c.err
 		}
 		if late {
+			c.early = c.early || c.outcome == nil
 			c.late = append(c.late, data...)
 			return nil
 		}

@@ -220,16 +220,22 @@ func (s *stream) fixEnd() bool {
 	return s.finishLocked()
 }
 
-// next returns the next segment to send, or nil.
-func (s *stream) next() *segment {
+// next returns the next segment to send, or nil. What is late waits until the end was sent: before that nobody could tell whose it is.
+func (s *stream) next(ended bool) *segment {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.sent >= len(s.queue) {
+	if s.sent >= len(s.queue) || s.queue[s.sent].late && !ended {
 		return nil
 	}
 	g := s.queue[s.sent]
 	s.sent++
 	return g
+}
+
+func (s *stream) unsent() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sent < len(s.queue)
 }
 
 // ack frees what the host has taken.

@@ -41,7 +41,11 @@ func TestStreamAccount(t *testing.T) {
 				}
 			},
 			"send": func(t *rapid.T) {
-				if g := s.next(); g != nil {
+				told := rapid.Bool().Draw(t, "end told")
+				if g := s.next(told); g != nil {
+					if g.late && !told {
+						t.Fatal("what is late came before the end")
+					}
 					sent = append(sent, g)
 				}
 			},
@@ -76,7 +80,7 @@ func TestStreamAccount(t *testing.T) {
 			s.finishLocked()
 		}
 		s.rewind()
-		for g := s.next(); g != nil; g = s.next() {
+		for g := s.next(true); g != nil; g = s.next(true) {
 			m := got
 			if g.late {
 				m = gotLate
