@@ -362,7 +362,7 @@ func (e *Engine) execute(ctx context.Context, j *job, p *program, arts []artifac
 	if err != nil {
 		return nil, err
 	}
-	e.m.begun(x, exit)
+	e.m.begun(j, exit)
 	return e.result(exit, x.Limits, in, j.project, maxAnswer)
 }
 

@@ -413,7 +413,9 @@ func TestWarmCalls(t *testing.T) {
 		{"with an input", func(q *dsecv1.RunCallRequest) { q.Input.Stdin = "in" }, "main.py", 5},
 		{"with a device", func(q *dsecv1.RunCallRequest) { q.Gpu = "exclusive" }, "main.py", 5},
 		{"with arguments", func(q *dsecv1.RunCallRequest) { q.Input.Args = []string{"a"} }, "main.py", 0},
-		{"with a variable", func(q *dsecv1.RunCallRequest) { q.Input.Env = []*dsecv1.EnvVar{{Name: "A", Value: "secret"}} }, "main.py", 0},
+		{"with a variable", func(q *dsecv1.RunCallRequest) { q.Input.Env = []*dsecv1.EnvVar{{Name: "A", Value: "secret"}} }, "", 0},
+		{"with a file that may be taken for a module", func(q *dsecv1.RunCallRequest) { q.Program.Files = []*dsecv1.CallFile{{Path: "os.py", Text: "x"}} }, "", 0},
+		{"with an input's file", func(q *dsecv1.RunCallRequest) { q.Input.Files = []*dsecv1.CallFile{{Path: "os.py", Text: "x"}} }, "", 0},
 		{"fresh", func(q *dsecv1.RunCallRequest) { q.Mode = "" }, "", 0},
 	} {
 		r.run(py(c.change))
@@ -445,7 +447,7 @@ func TestWarmCalls(t *testing.T) {
 			got[f.GetName()] += m.GetCounter().GetValue() + m.GetGauge().GetValue()
 		}
 	}
-	want := map[string]float64{"dsec_fncall_runs_total": 6, "dsec_fncall_retries_total": 0, "dsec_fncall_queue_seconds": 0, "dsec_fncall_recorded_total": 0, "dsec_fncall_warm_total": 5,
+	want := map[string]float64{"dsec_fncall_runs_total": 8, "dsec_fncall_retries_total": 0, "dsec_fncall_queue_seconds": 0, "dsec_fncall_recorded_total": 0, "dsec_fncall_warm_total": 7,
 		"dsec_fncall_standbys": 3, "dsec_fncall_waiting": 0, "dsec_fncall_running": 0}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Errorf("metrics: %s", d)

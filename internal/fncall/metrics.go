@@ -48,9 +48,9 @@ func (e *Engine) standbys() float64 {
 }
 
 // begun counts how a run of mode warm began.
-func (m *metrics) begun(x *Exec, exit *Exit) {
+func (m *metrics) begun(j *job, exit *Exit) {
 	switch {
-	case x.Hold == "":
+	case j.mode != "warm":
 	case exit.Ahead:
 		m.warm.WithLabelValues("ahead").Inc()
 	default:

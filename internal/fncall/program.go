@@ -272,12 +272,6 @@ func (e *Engine) input(project string, p *program, q *dsecv1.CallInput, outputs 
 func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exec, done func(), err error) {
 	x = &Exec{Layers: p.layers, Argv: append(append([]string(nil), p.run...), in.args...), Env: sandbox.MergeEnv(p.env, in.env), Stdin: in.stdin,
 		Limits: p.limits, Copy: in.copies, Pooled: j.mode == "pooled"}
-	if j.mode == "warm" && p.lang.Warm { // a compiler begins fresh
-		x.Hold = p.lang.Source
-		if len(in.args)+len(in.env) == 0 { // what is one call's alone, such as secrets, waits for no other
-			x.Standbys = e.cfg.Standbys
-		}
-	}
 	var open []*os.File
 	closeAll := func() {
 		for _, f := range open {
@@ -349,6 +343,14 @@ func (e *Engine) prepare(j *job, p *program, arts []artifact, in *input) (x *Exe
 	}
 	if err != nil {
 		return nil, nil, err
+	}
+	// An interpreter may take a variable or a file for a part of itself and run it before it opens its program: that is the call's own doing,
+	// so it begins fresh, and its limits hold from the exec. A compiler begins fresh too.
+	if j.mode == "warm" && p.lang.Warm && len(in.env) == 0 && len(x.Files) == 1 {
+		x.Hold = p.lang.Source
+		if len(in.args) == 0 { // what is one call's alone, such as secrets, waits for no other
+			x.Standbys = e.cfg.Standbys
+		}
 	}
 	return x, closeAll, nil
 }

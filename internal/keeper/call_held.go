@@ -61,6 +61,20 @@ func (x *running) held(ctx context.Context) error {
 	return fmt.Errorf("its process 1 tells nothing (%v): %w", err, sandbox.ErrLost)
 }
 
+// over says that one that waits for its program has ended.
+func (x *running) over() (over bool) {
+	c, err := x.ctl.SyscallConn()
+	if err != nil {
+		return true
+	}
+	err = c.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		over = err == nil && n > 0
+	})
+	return over || err != nil
+}
+
 // release gives a held call its program, and its input where it was made ahead, and lets it go on. When that fails the call is ended.
 func (x *running) release(r *Call, fds []int) (err error) {
 	x.r = r

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"fmt"
+	"maps"
 	"runtime"
 	"slices"
 	"sync"
@@ -25,14 +26,14 @@ type standbys struct {
 	kinds   map[[32]byte]*standbyKind
 	n       int // of all kinds, those that are yet to be made among them
 	running int // calls, and standbys in the making
+	warned  time.Time
 }
 
-// standbyKind is what standbys of one kind have in common.
+// standbyKind is what standbys of one kind have in common. There is none without a standby: requests may be of any number of kinds.
 type standbyKind struct {
-	call   Call // without files and input
-	list   []*standby
-	used   time.Time
-	failed bool // it was told that one could not be made
+	call Call // without files and input
+	list []*standby
+	used time.Time
 }
 
 type standby struct {
@@ -74,9 +75,10 @@ func (s *standbys) take(ctx context.Context, r *Call, fds []int) (x *running, ah
 			s.end(sp)
 			return nil, false, fmt.Errorf("wait for one that is made ahead: %w", ctx.Err())
 		}
-		if sp.err == nil {
+		if sp.err == nil && !sp.x.over() {
 			return sp.x, true, nil
 		}
+		s.end(sp)
 	}
 	x, err = s.c.beginHeld(ctx, &kind, nil)
 	return x, false, err
@@ -124,6 +126,9 @@ func (s *standbys) pop(call *Call, most int) (sp *standby) {
 		k.list = append(k.list, &standby{})
 		s.n++
 	}
+	if len(k.list) == 0 {
+		delete(s.kinds, key)
+	}
 	s.make()
 	return sp
 }
@@ -132,16 +137,19 @@ func (s *standbys) pop(call *Call, most int) (sp *standby) {
 func (s *standbys) room(k *standbyKind, most int) bool {
 	for s.n >= most {
 		var old *standbyKind
-		for _, o := range s.kinds {
+		var at [32]byte
+		for key, o := range s.kinds {
 			if o != k && len(o.list) > 0 && (old == nil || o.used.Before(old.used)) {
-				old = o
+				old, at = o, key
 			}
 		}
 		if old == nil {
 			return false
 		}
 		s.end(old.list[0])
-		old.list = old.list[1:]
+		if old.list = old.list[1:]; len(old.list) == 0 {
+			delete(s.kinds, at)
+		}
 		s.n--
 	}
 	return true
@@ -187,9 +195,10 @@ func (s *standbys) makeOne(ctx context.Context, k *standbyKind, sp *standby) {
 	if at := slices.Index(k.list, sp); err != nil && at >= 0 { // the next call of its kind asks again
 		k.list = slices.Delete(k.list, at, at+1)
 		s.n--
+		maps.DeleteFunc(s.kinds, func(_ [32]byte, o *standbyKind) bool { return len(o.list) == 0 })
 	}
-	if err != nil && ctx.Err() == nil && !k.failed {
-		k.failed = true
+	if err != nil && ctx.Err() == nil && time.Since(s.warned) > time.Minute { // its calls are told too
+		s.warned = time.Now()
 		s.c.k.log.Warn("make a call ahead", "argv", k.call.Argv, "err", err)
 	}
 	s.make()

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -120,6 +121,10 @@ func TestStandbysAreAsFreshOnes(t *testing.T) {
 		{name: "no octet", script: ""},
 		{name: "long", script: strings.Repeat("# nothing\n", 100_000) + "echo end"},
 		{name: "arguments", script: "echo \"$1-$2-$#\"", change: func(r *Call) { r.Argv = append(r.Argv, "", "a b\n") }},
+		{name: "opened by several", script: "x", change: func(r *Call) { r.Argv = []string{"sh", "-c", "cat main.sh & cat main.sh; wait"} }},
+		{name: "who opens it first is killed", script: "echo end", change: func(r *Call) {
+			r.Argv = []string{"sh", "-c", "cat main.sh >/dev/null & p=$!; sleep 0.1; kill -9 $p 2>/dev/null; wait; . ./main.sh"}
+		}},
 		{name: "other files", script: "cat d/f; ls -R", change: func(r *Call) { r.Files = append(r.Files, CallFile{Path: "d/f", Data: []byte("f\n")}) }, late: true},
 		{name: "it ends before its program", change: func(r *Call) { r.Argv = []string{"sh", "-c", "echo early; exit 9"} }, late: true},
 		{name: "no such command", change: func(r *Call) { r.Argv = []string{"nosuch"} }, late: true},
@@ -304,6 +309,34 @@ func TestStandbysEnd(t *testing.T) {
 		if time.Now().After(end) {
 			t.Fatal("its groups can't be removed")
 		}
+	}
+}
+
+// What a standby leaves running beside it while it waits is ended, and no call is answered by it.
+func TestStandbysSleep(t *testing.T) {
+	h := open(t)
+	r := h.heldCall("exit 3")
+	r.Argv = []string{"sh", "-c", "(while :; do :; done) & . ./main.sh"}
+	for range 2 {
+		if e := h.call(r); e.Code != 3 || e.Ahead {
+			t.Errorf("%+v", e)
+		}
+		h.waiting(1)
+		h.noProcesses()
+	}
+}
+
+// Requests of many kinds leave no more behind than are kept.
+func TestKindsAreBounded(t *testing.T) {
+	k := &Keeper{}
+	k.host.Store(1)
+	s := newStandbys(&calls{k: k})
+	s.running = runtime.NumCPU() // make none
+	for i := range 1000 {
+		s.pop(&Call{Memory: int64(i)}, i%5)
+	}
+	if len(s.kinds) > 4 || s.n > 4 || s.n == 0 {
+		t.Errorf("%d kinds with %d", len(s.kinds), s.n)
 	}
 }
 

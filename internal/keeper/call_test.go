@@ -104,6 +104,7 @@ func TestCalls(t *testing.T) {
 			{"disk", []string{"sh", "-c", "for i in 1 2 3; do dd if=/dev/zero of=$i bs=1M count=7; done 2>/dev/null; echo $?"}, nil, CallEnd{Stdout: []byte("1\n")}},
 			{"number of files", []string{"sh", "-c", "for i in $(seq 200); do mkdir $i 2>/dev/null || break; done; echo $i"}, nil, CallEnd{Stdout: []byte("101\n")}},
 			{"processes limited", []string{"sh", "-c", "for i in $(seq 70); do sleep 3 & done 2>/dev/null"}, func(r *Call) { r.Pids = 20 }, CallEnd{Code: 2, PidsHit: true, Leftover: 19}},
+			{"few descriptors", []string{"sh", "-c", "ulimit -n; exec 3</dev/null"}, func(r *Call) { r.NoFile = 4 }, CallEnd{Stdout: []byte("4\n")}},
 			{"what is left dies", []string{"sh", "-c", "sleep 100 & (setsid sleep 100 &)"}, nil, CallEnd{Leftover: 2}},
 			{"refused calls", []string{"unshare", "-n", "true"}, nil, CallEnd{Code: 1, Stderr: []byte("unshare: unshare(0x40000000): Operation not permitted\n"), EventsTotal: 1,
 				Events: []CallEvent{{Arch: unix.AUDIT_ARCH_X86_64, Call: unix.SYS_UNSHARE, Arg0: unix.CLONE_NEWNET, Count: 1}}}},

@@ -50,6 +50,7 @@ typedef int i32;
 #define MAX_EVENTS 8
 #define MAX_FILTER 4096
 #define CHECK 50000000ul // ns between two looks at the CPU time, at the most
+#define ASLEEP 1000000000ul // ns of CPU time that a call may use while it waits for its program, and between two looks at that
 
 // What a failure before the exec was about.
 enum { S_NONE, S_CLONE, S_NETWORK, S_MOUNT, S_USER, S_GROUP, S_CONFINE, S_EXEC };
@@ -308,7 +309,7 @@ static void child(void *unused)
 		child_fail(S_USER, r);
 	if ((r = sys5(__NR_prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) < 0)
 		child_fail(S_CONFINE, r);
-	if ((r = limit(RLIMIT_CORE, 0, 0)) < 0 || (r = limit(RLIMIT_NOFILE, head->nofile, head->nofile)) < 0 || (r = limit(RLIMIT_FSIZE, head->fsize, head->fsize)) < 0 ||
+	if ((r = limit(RLIMIT_CORE, 0, 0)) < 0 || (r = limit(RLIMIT_FSIZE, head->fsize, head->fsize)) < 0 ||
 	    (r = limit(RLIMIT_STACK, head->stack, head->stack)) < 0 || (r = limit(RLIMIT_MEMLOCK, head->memlock, head->memlock)) < 0 ||
 	    // Queues count for the uid until the kernel has cleared away their namespace, some time after the call: better none than now and then.
 	    (r = limit(RLIMIT_MSGQUEUE, 0, 0)) < 0 || (r = limit(RLIMIT_RTPRIO, 0, 0)) < 0)
@@ -328,7 +329,8 @@ static void child(void *unused)
 			child_fail(S_CONFINE, r);
 		listener = (int)r;
 	}
-	if ((r = sys3(__NR_close_range, 3, ~0u, CLOSE_RANGE_UNSHARE)) < 0)
+	// The listener is a descriptor too, and may be a higher one than the program is to have.
+	if ((r = sys3(__NR_close_range, 3, ~0u, CLOSE_RANGE_UNSHARE)) < 0 || (r = limit(RLIMIT_NOFILE, head->nofile, head->nofile)) < 0)
 		child_fail(S_CONFINE, r);
 	began = now();
 	execing = 1;
@@ -440,18 +442,20 @@ static int refused(void)
 	return 0;
 }
 
-// let_go answers the open that waits for the held file, and takes the mark away, so that nobody waits for that file again. The mark's group
-// is closed with everything else: that takes long.
-static i64 let_go(int mark)
+// let_go takes the mark of the held file away, so that nobody waits for that file again, and answers all who wait: there may be several. It
+// says how many there were. The mark's group is closed with everything else: that takes long.
+static u32 let_go(int mark)
 {
 	struct fanotify_event_metadata e;
-	i64 r;
-	if ((r = sys5(__NR_fanotify_mark, mark, FAN_MARK_FLUSH, 0, AT_FDCWD, NULL)) < 0 || (r = sys3(__NR_read, mark, &e, sizeof e)) < 0)
-		return r;
-	struct fanotify_response a = {.fd = e.fd, .response = FAN_ALLOW};
-	r = sys3(__NR_write, mark, &a, sizeof a);
-	sys1(__NR_close, e.fd);
-	return r;
+	u32 n = 0;
+	sys5(__NR_fanotify_mark, mark, FAN_MARK_FLUSH, 0, AT_FDCWD, NULL);
+	while (sys3(__NR_read, mark, &e, sizeof e) == sizeof e) {
+		struct fanotify_response a = {.fd = e.fd, .response = FAN_ALLOW};
+		sys3(__NR_write, mark, &a, sizeof a);
+		sys1(__NR_close, e.fd);
+		n++;
+	}
+	return n;
 }
 
 // first_check is when the CPU time is looked at first.
@@ -464,7 +468,7 @@ static u64 first_check(void)
 static void call(void) __attribute__((noreturn));
 static void call(void)
 {
-	int ctl = fds[F_CTL], stat = fds[F_STAT], held = head->flags & CALL_HELD ? fds[nfds - 1] : -1, waited = held;
+	int ctl = fds[F_CTL], stat = fds[F_STAT], held = head->flags & CALL_HELD ? fds[nfds - 1] : -1, waited = held, lost = 0;
 	i64 r;
 	struct { u64 h, f, rr, m; } dfl = {0};
 	sys4(__NR_rt_sigaction, SIGCHLD, &dfl, NULL, 8);
@@ -514,18 +518,20 @@ static void call(void)
 	for (u32 i = 0; i < nfds; i++)
 		if (fds[i] != ctl && fds[i] != stat && fds[i] != held)
 			sys1(__NR_close, fds[i]);
-	u64 own = own_cpu(), next = first_check();
+	u64 own = own_cpu(), next = first_check(), asleep = 0;
 	for (int over = 0; !over;) {
 		u64 t = now(), due = began + head->wall;
 		if (next < due)
 			due = next;
+		if (held >= 0)
+			due = t + ASLEEP;
 		struct ts wait = {0, 0};
 		if (due > t) {
 			wait.s = (i64)((due - t) / 1000000000);
 			wait.ns = (i64)((due - t) % 1000000000);
 		}
 		struct pollfd p[4] = {{sfd, 1, 0}, {ctl, 1, 0}, {listener, 1, 0}, {waited, 1, 0}}; // those below 0 are none
-		r = sys5(__NR_ppoll, p, 4, held < 0 ? &wait : NULL, NULL, 8);
+		r = sys5(__NR_ppoll, p, 4, &wait, NULL, 8);
 		if (r < 0 && r != -EINTR)
 			die(1);
 		t = now();
@@ -544,6 +550,8 @@ static void call(void)
 					report.ended = t;
 					main_pid = 0;
 					over = 1;
+					if (lost && (status & 0x7f) == SIGKILL)
+						report.flags |= R_HELD;
 				}
 			}
 			if (over)
@@ -559,8 +567,9 @@ static void call(void)
 				own = own_cpu();
 				began = now();
 				next = first_check();
-				if (let_go(held) >= 0) // else who waited has just died
-					held = -1;
+				lost = !let_go(held); // who waited has just died: the program itself, as a rule
+				waited = held; // who was about to wait
+				held = -1;
 				continue;
 			}
 			if (r != 1)
@@ -568,8 +577,11 @@ static void call(void)
 			report.flags |= R_TOLD;
 			over = 1;
 		}
-		if (p[3].revents) {
+		if (p[3].revents && held < 0) {
+			let_go(waited);
+		} else if (p[3].revents) {
 			waited = -1;
+			asleep = group_cpu(stat);
 			sys6(__NR_sendto, ctl, (long)"r", 1, 0x4000 /* MSG_NOSIGNAL */, 0, 0);
 		}
 		if (p[2].revents & 1) {
@@ -581,8 +593,10 @@ static void call(void)
 			listener = -1;
 		if (over)
 			break;
-		if (held >= 0)
+		if (held >= 0) { // what runs beside one that waits would be on nobody's time
+			over = waited < 0 && group_cpu(stat) - asleep >= ASLEEP;
 			continue;
+		}
 		if (t >= began + head->wall) {
 			report.flags |= R_WALL;
 			over = 1;
