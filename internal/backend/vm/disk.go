@@ -80,9 +80,6 @@ func (d *disks) copy(id string) (*os.File, error) {
 	}
 	if err := errors.Join(os.Remove(at), copySparse(f, from)); err != nil {
 		f.Close()
-		if errors.Is(err, unix.ENOSPC) {
-			err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
-		}
 		return nil, fmt.Errorf("copy the disk: %w", err)
 	}
 	return f, nil
@@ -97,9 +94,6 @@ func (d *disks) createFrom(id string, master *os.File) (*os.File, error) {
 	if err := copySparse(f, master); err != nil {
 		f.Close()
 		os.Remove(d.path(id))
-		if errors.Is(err, unix.ENOSPC) {
-			err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
-		}
 		return nil, fmt.Errorf("writable disk: %w", err)
 	}
 	return f, nil
@@ -210,7 +204,7 @@ func (d *disks) master(ctx context.Context, size int64) (*os.File, error) {
 	return os.Open(at)
 }
 
-// copySparse copies what a file holds and leaves its holes.
+// copySparse copies what a file holds and leaves its holes. On a full disk the error is ErrExhausted.
 func copySparse(to, from *os.File) error {
 	st, err := from.Stat()
 	if err != nil {
@@ -237,8 +231,14 @@ func copySparse(to, from *os.File) error {
 		out := begin
 		for begin < end {
 			n, err := unix.CopyFileRange(int(from.Fd()), &begin, int(to.Fd()), &out, int(min(end-begin, 1<<30)), 0)
-			if err != nil || n == 0 {
-				return errors.Join(err, errors.New("copy a disk: nothing was copied"))
+			if errors.Is(err, unix.ENOSPC) {
+				err = fmt.Errorf("%w: %w", err, sandbox.ErrExhausted)
+			}
+			if err != nil {
+				return err
+			}
+			if n == 0 {
+				return errors.New("copy a disk: nothing was copied")
 			}
 		}
 		at = end
