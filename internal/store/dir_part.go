@@ -185,15 +185,18 @@ func (p *dirPart) Publish(ctx context.Context, key string) error {
 
 func (p *dirPart) forget() { p.gone = true }
 
-func (p *dirPart) Discard() error {
-	if p.done {
+func (p *dirPart) Discard() error { return p.draft.leave(p.gone) }
+
+// leave discards a draft that is of no use any more, else leaves it to whoever goes on.
+func (d *draft) leave(gone bool) error {
+	if d.done {
 		return nil
 	}
-	if p.gone || p.end == 0 {
-		return p.draft.Discard()
+	if gone || d.end == 0 {
+		return d.Discard()
 	}
-	p.done = true
-	return p.Close()
+	d.done = true
+	return d.Close()
 }
 
 // proves reads the file: what lies on a disk for long may not be what was written.

@@ -54,16 +54,7 @@ func (p *s3Part) Publish(ctx context.Context, key string) error {
 
 func (p *s3Part) forget() { p.gone = true }
 
-func (p *s3Part) Discard() error {
-	if p.done {
-		return nil
-	}
-	if p.gone || p.end == 0 {
-		return p.draft.Discard()
-	}
-	p.done = true
-	return p.Close()
-}
+func (p *s3Part) Discard() error { return p.draft.leave(p.gone) }
 
 // sweepSpool removes drafts that nobody went on with for a day.
 func (s *S3) sweepSpool() {
