@@ -358,6 +358,7 @@ func (e *Engine) execute(ctx context.Context, j *job, p *program, arts []artifac
 	}
 	defer done()
 	x.Devices, x.Env = dev.Nodes, sandbox.MergeEnv(x.Env, dev.Env)
+	x.Card, x.Alone = dev.Name, j.gpu == "exclusive"
 	exit, err := e.again(ctx, func() (*Exit, error) { return e.deps.Runner.Exec(ctx, x) })
 	if err != nil {
 		return nil, err

@@ -419,8 +419,12 @@ func TestWarmCalls(t *testing.T) {
 		{"fresh", func(q *dsecv1.RunCallRequest) { q.Mode = "" }, "", 0},
 	} {
 		r.run(py(c.change))
-		if x := r.f.latest; x.Hold != c.hold || x.Standbys != c.standbys || x.Pooled {
+		x := r.f.latest
+		if x.Hold != c.hold || x.Standbys != c.standbys || x.Pooled {
 			t.Errorf("%s: hold %q, standbys %d", c.name, x.Hold, x.Standbys)
+		}
+		if alone := c.name == "with a device"; x.Alone != alone || (x.Card == "a") != alone {
+			t.Errorf("%s: card %q, alone %v", c.name, x.Card, x.Alone)
 		}
 	}
 	refused := func(e *Engine, q *dsecv1.RunCallRequest, kind error, says string) {

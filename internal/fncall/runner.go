@@ -22,6 +22,9 @@ type Exec struct {
 	Standbys int
 	// Devices are paths of character devices of the host, which the program finds in its /dev.
 	Devices []string
+	// Card names what they belong to; Alone says that nothing else may have it while this runs, not even what was started ahead.
+	Card  string
+	Alone bool
 }
 
 // File is a file of a work folder. Its path is relative and clean.

@@ -49,6 +49,10 @@ type Call struct {
 	Hold string
 	// Standbys is how many calls with a Hold may be kept ahead, of all kinds together; 0 keeps none for the like of this one.
 	Standbys int
+	// Card names what Devices belong to; "": none. One that is Alone waits, before it begins, until no other call that was started ahead has
+	// that card, and none is started while it runs.
+	Card  string
+	Alone bool
 }
 
 // CallFile is a file of the work folder.
@@ -189,6 +193,9 @@ func (r *Call) check() error {
 	if r.Hold != "" && (r.Pipe || strings.ContainsRune(r.Hold, '/') || !slices.ContainsFunc(r.Files, func(f CallFile) bool { return f.Path == r.Hold })) {
 		return fmt.Errorf("hold %.80q: want a file of the call in its work folder itself, and no call of a pair: %w", r.Hold, sandbox.ErrInvalid)
 	}
+	if r.Alone && r.Card == "" {
+		return fmt.Errorf("alone without a card: %w", sandbox.ErrInvalid)
+	}
 	for _, f := range r.Files {
 		if !cleanPath(f.Path) {
 			return fmt.Errorf("file %.80q: want a clean relative path: %w", f.Path, sandbox.ErrInvalid)
@@ -327,8 +334,8 @@ func (c *calls) run(ctx context.Context, r *Call, fds []int, ended *uint64) (end
 	if want != len(fds) {
 		return nil, nil, fmt.Errorf("%d descriptors came, %d are announced: %w", len(fds), want, sandbox.ErrInvalid)
 	}
-	c.standbys.begins()
-	defer c.standbys.ended()
+	c.standbys.begins(r)
+	defer c.standbys.ended(r)
 	var x *running
 	ahead := false
 	if r.Hold == "" {

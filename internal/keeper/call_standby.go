@@ -24,8 +24,9 @@ type standbys struct {
 
 	mu      sync.Mutex
 	kinds   map[[32]byte]*standbyKind
-	n       int // of all kinds, those that are yet to be made among them
-	running int // calls, and standbys in the making
+	n       int            // of all kinds, those that are yet to be made among them
+	running int            // calls, and standbys in the making
+	alone   map[string]int // calls that have a card for themselves
 	warned  time.Time
 }
 
@@ -41,6 +42,7 @@ type standby struct {
 	cancel context.CancelFunc
 	x      *running
 	err    error
+	gone   chan struct{} // not nil: closed when it has been ended
 }
 
 const (
@@ -50,20 +52,27 @@ const (
 	MaxStandbys = 64
 )
 
-func newStandbys(c *calls) *standbys { return &standbys{c: c, kinds: map[[32]byte]*standbyKind{}} }
+func newStandbys(c *calls) *standbys {
+	return &standbys{c: c, kinds: map[[32]byte]*standbyKind{}, alone: map[string]int{}}
+}
 
 // common is a request without what may differ between calls of one kind.
 func common(r *Call) Call {
 	k := *r
 	k.StdinFD, k.Stdin = r.StdinFD || len(r.Stdin) > 0, nil
-	k.Files, k.Copy, k.CPU, k.Wall, k.Output, k.Standbys = nil, nil, 0, 0, 0, 0
+	k.Files, k.Copy, k.CPU, k.Wall, k.Output, k.Standbys, k.Alone = nil, nil, 0, 0, 0, 0, false
 	return k
 }
 
+func (k *Call) key() [32]byte { return sha256.Sum256(appendValue(nil, k)) }
+
+// mayBeAhead says that a call may be started before its program is there. An interpreter may look for other files before it opens that, so
+// where there are any they are there when it starts.
+func (r *Call) mayBeAhead() bool { return r.Hold != "" && len(r.Files) == 1 }
+
 // take gives a call that has opened the file that is held, or has ended before: a standby, then ahead is true, or a new one.
 func (s *standbys) take(ctx context.Context, r *Call, fds []int) (x *running, ahead bool, err error) {
-	// An interpreter may look for the other files before it opens its program, so they are there when it starts.
-	if len(r.Files) > 1 {
+	if !r.mayBeAhead() {
 		x, err = s.c.beginHeld(ctx, r, fds)
 		return x, false, err
 	}
@@ -100,7 +109,7 @@ func (c *calls) beginHeld(ctx context.Context, r *Call, fds []int) (*running, er
 
 // pop takes a standby that is made or in the making, and has another one made for the next call where the host keeps any.
 func (s *standbys) pop(call *Call, most int) (sp *standby) {
-	key := sha256.Sum256(appendValue(nil, call))
+	key := call.key()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	k := s.kinds[key]
@@ -161,7 +170,7 @@ func (s *standbys) make() {
 		var k *standbyKind
 		var next *standby
 		for _, o := range s.kinds {
-			if i := slices.IndexFunc(o.list, func(sp *standby) bool { return sp.made == nil }); i >= 0 && (k == nil || o.used.After(k.used)) {
+			if i := slices.IndexFunc(o.list, func(sp *standby) bool { return sp.made == nil }); i >= 0 && s.alone[o.call.Card] == 0 && (k == nil || o.used.After(k.used)) {
 				k, next = o, o.list[i]
 			}
 		}
@@ -205,19 +214,66 @@ func (s *standbys) makeOne(ctx context.Context, k *standbyKind, sp *standby) {
 }
 
 // begins and ended tell of every call that runs.
-func (s *standbys) begins() {
+func (s *standbys) begins(r *Call) {
 	s.mu.Lock()
 	s.running++
 	s.mu.Unlock()
+	if r.Alone {
+		s.clear(r)
+	}
 }
 
-func (s *standbys) ended() {
+func (s *standbys) ended(r *Call) {
 	s.mu.Lock()
 	s.running--
+	if r.Alone {
+		if s.alone[r.Card]--; s.alone[r.Card] == 0 {
+			delete(s.alone, r.Card)
+		}
+	}
 	if s.n > 0 {
 		s.make()
 	}
 	s.mu.Unlock()
+}
+
+// clear ends what is ahead with the card that a call has alone, but for the one that it takes itself, and waits until all that is gone.
+func (s *standbys) clear(r *Call) {
+	kind := common(r)
+	own := kind.key()
+	var all []*standby
+	s.mu.Lock()
+	s.alone[r.Card]++
+	for key, k := range s.kinds {
+		if k.call.Card != r.Card {
+			continue
+		}
+		keep := 0
+		if key == own && r.mayBeAhead() {
+			keep = 1
+		}
+		all = append(all, s.cut(key, k, keep)...)
+	}
+	s.mu.Unlock()
+	for _, sp := range all {
+		if sp.gone != nil {
+			<-sp.gone
+		}
+	}
+}
+
+// cut ends the standbys of a kind but for the first ones. mu is held.
+func (s *standbys) cut(key [32]byte, k *standbyKind, keep int) []*standby {
+	keep = min(keep, len(k.list))
+	ended := k.list[keep:]
+	for _, sp := range ended {
+		s.end(sp)
+	}
+	s.n -= len(ended)
+	if k.list = k.list[:keep:keep]; keep == 0 {
+		delete(s.kinds, key)
+	}
+	return ended
 }
 
 // end ends a standby that nobody takes any more, without waiting for it.
@@ -226,7 +282,9 @@ func (s *standbys) end(sp *standby) {
 		return
 	}
 	sp.cancel()
+	sp.gone = make(chan struct{})
 	s.gone.Go(func() {
+		defer close(sp.gone)
 		<-sp.made
 		if sp.x != nil {
 			sp.x.abandon()
@@ -240,15 +298,9 @@ func (s *standbys) drop(match func(*standbyKind) bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for key, k := range s.kinds {
-		if !match(k) {
-			continue
+		if match(k) {
+			s.cut(key, k, 0)
 		}
-		delete(s.kinds, key)
-		s.n -= len(k.list)
-		for _, sp := range k.list {
-			s.end(sp)
-		}
-		k.list = nil
 	}
 }
 

@@ -374,3 +374,52 @@ func TestStandbysWithDevices(t *testing.T) {
 		t.Errorf("without: %+v %s", e, e.Stdout)
 	}
 }
+
+// While a call has a card alone nothing waits with that card but what this call takes, and what is to be made is made afterwards.
+func TestStandbysOfACardTakenWhole(t *testing.T) {
+	h := open(t)
+	node := fakeDevice(t, "gpu0")
+	call := func(card, env, script string, alone bool) *Call {
+		r := h.heldCall(script)
+		r.Env, r.Devices, r.Card, r.Alone = append(r.Env, "KIND="+env), []string{node}, card, alone
+		return r
+	}
+	ahead := func(r *Call, want bool) {
+		t.Helper()
+		if e := h.call(r); e.Ahead != want || e.Code != 0 {
+			t.Errorf("ahead %v, want %v: %+v", e.Ahead, want, e)
+		}
+	}
+	for _, c := range []struct{ card, env string }{{"a", "mine"}, {"a", "other"}, {"b", "mine"}, {"", "none"}} {
+		ahead(call(c.card, c.env, "exit 0", false), false)
+	}
+	h.waiting(4)
+	ended := make(chan *CallEnd, 1)
+	go func() { ended <- h.call(call("a", "mine", "sleep 2", true)) }()
+	h.waiting(2) // those of the other card and of none
+	for _, c := range []struct{ card, env string }{{"b", "mine"}, {"", "none"}} {
+		ahead(call(c.card, c.env, "exit 0", false), true)
+	}
+	h.waiting(2)
+	select {
+	case e := <-ended:
+		t.Fatalf("it was over before it was looked at: %+v", e)
+	default:
+	}
+	if e := <-ended; !e.Ahead || e.Code != 0 {
+		t.Errorf("what waited for a call of its kind: %+v", e)
+	}
+	h.waiting(3) // the next of its kind too
+	ahead(call("a", "other", "exit 0", false), false)
+	h.waiting(4)
+	r := h.newCall("true") // one that takes none ends all
+	r.Devices, r.Card, r.Alone = []string{node}, "a", true
+	if e := h.call(r); e.Code != 0 {
+		t.Errorf("%+v", e)
+	}
+	h.waiting(2)
+	r.Card = ""
+	if _, _, err := h.c.Call(within(t), r); !errors.Is(err, sandbox.ErrInvalid) {
+		t.Errorf("alone without a card: %v", err)
+	}
+}

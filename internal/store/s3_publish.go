@@ -98,12 +98,15 @@ func (s *S3) publish(ctx context.Context, key string, r io.ReaderAt, size int64)
 		if !alive {
 			continue // a collection condemned one of the packs meanwhile: its chunks are sent again
 		}
-		ctx, cancel := context.WithTimeout(ctx, at.Add(publishLimit).Sub(s.now()))
-		err = s.put(ctx, key, m.encode())
+		bound, cancel := context.WithTimeout(ctx, at.Add(publishLimit).Sub(s.now()))
+		err = s.put(bound, key, m.encode())
+		late := bound.Err() != nil && ctx.Err() == nil
 		cancel()
-		return err
+		if err == nil || !late {
+			return err
+		}
 	}
-	return fmt.Errorf("its packs were collected four times: %w", sandbox.ErrState)
+	return fmt.Errorf("its packs were collected, or its manifest came too late, four times: %w", sandbox.ErrState)
 }
 
 // send makes sure that all chunks of r are in packs and returns where.

@@ -68,7 +68,8 @@ func (c *Calls) request(e *fncall.Exec, room int) (*keeper.Call, []*os.File, err
 	l := e.Limits
 	r := &keeper.Call{Layers: e.Layers, UIDBase: base, Argv: e.Argv, Env: e.Env, Stdin: e.Stdin, CPU: l.CPU, Wall: l.Wall, Memory: l.Memory, Pids: int64(l.Processes),
 		Output: min(l.Output, keeper.MaxCallOutput), FSize: l.FileSize, Disk: l.Disk, Inodes: int64(l.Files), Stack: l.Stack, NoFile: int64(l.OpenFiles),
-		Pooled: e.Pooled, Devices: e.Devices, Filter: c.filter, Hold: e.Hold, Standbys: e.Standbys}
+		Pooled: e.Pooled, Devices: e.Devices, Filter: c.filter, Hold: e.Hold, Standbys: e.Standbys,
+		Card: e.Card, Alone: e.Alone}
 	var files []*os.File
 	if e.StdinF != nil {
 		r.StdinFD, files, room = true, append(files, e.StdinF), room-1

@@ -153,11 +153,6 @@ func (e *encoder) u32(v uint32) { *e = binary.LittleEndian.AppendUint32(*e, v) }
 func (e *encoder) u64(v uint64) { *e = binary.LittleEndian.AppendUint64(*e, v) }
 func (e *encoder) str(s string) { e.u32(uint32(len(s))); *e = append(*e, s...) }
 func (e *encoder) time(t time.Time) {
-	if t.IsZero() {
-		e.u64(0)
-		e.u32(0)
-		return
-	}
 	e.u64(uint64(t.Unix()))
 	e.u32(uint32(t.Nanosecond()))
 }
