@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -27,6 +28,7 @@ const (
 	// heapGrowth is in percent. Nearly all of the heap are units without a pointer that live for a moment: few collections are enough, and
 	// the limit bounds the rest.
 	heapGrowth = 400
+	spareProcs = 4 // beside one for each processor
 )
 
 func (c *Config) flags(stores []string, group string) []string {
@@ -87,6 +89,8 @@ func run(args []string, open func([]string) (store.Store, error), log *slog.Logg
 		return inherit(c.RunDir, args)
 	}
 	unix.CloseOnExec(fuseFD)
+	// What unpacks units ahead must not keep those from running that answer reads: between the two the kernel decides, not our scheduler.
+	runtime.GOMAXPROCS(runtime.NumCPU() + spareProcs)
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
 	signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
