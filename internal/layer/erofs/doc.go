@@ -10,5 +10,5 @@
 // holes. Contents lie together and block-aligned: before all metadata, or in a second file (mounted with "device="). A Writer is
 // for one goroutine.
 //
-// [Open] reads what a Writer wrote, and takes no word of it on trust.
+// [Open] reads what a Writer wrote, and takes no word of it on trust; [Image.Unpack] makes files of it where no kernel mounts it.
 package erofs

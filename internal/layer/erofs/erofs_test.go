@@ -346,6 +346,7 @@ func TestEveryTypeThroughTheKernel(t *testing.T) {
 			t.Errorf("tree, want -, got +:\n%s", d)
 		}
 		im.readBack(t, want)
+		im.unpackBack(t, want)
 	})
 }
 
@@ -560,6 +561,7 @@ func TestRandomTrees(t *testing.T) {
 			if d := cmp.Diff(want, describe(t, im.mount(t))); d != "" {
 				t.Errorf("tree, want -, got +:\n%s", d)
 			}
+			im.unpackBack(t, want)
 		})
 		if t.Failed() {
 			rt.FailNow()
