@@ -317,10 +317,14 @@ func readOnlyOverlay(paths []string) (int, error) {
 	return unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, callAttr)
 }
 
-// readOnlyOverlayByPath is for kernels that take lowers by name alone.
+// readOnlyOverlayByPath is for kernels that take lowers by name alone. A colon, as in an ID, would part names.
 func readOnlyOverlayByPath(paths []string) (int, error) {
 	const at = "/scratch"
-	if err := unix.Mount("dsec", at, "overlay", unix.MS_RDONLY|unix.MS_NODEV|unix.MS_NOSUID, "lowerdir="+strings.Join(paths, ":")); err != nil {
+	lowers := make([]string, len(paths))
+	for i, p := range paths {
+		lowers[i] = strings.ReplaceAll(p, ":", `\:`)
+	}
+	if err := unix.Mount("dsec", at, "overlay", unix.MS_RDONLY|unix.MS_NODEV|unix.MS_NOSUID, "lowerdir="+strings.Join(lowers, ":")); err != nil {
 		return -1, fmt.Errorf("overlay of %d layers by name: %w", len(paths), err)
 	}
 	defer unix.Unmount(at, unix.MNT_DETACH)

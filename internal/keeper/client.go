@@ -112,7 +112,7 @@ func (c *Client) Deliver(ctx context.Context) error { return c.do(ctx, opDeliver
 
 // Image is a layer to mount: an EROFS image and, where its contents lie apart, the file that is its extra device.
 type Image struct {
-	Meta *os.File
+	Meta *os.File // or what FolderMount made
 	Data *os.File // nil: none
 	// Direct reads past the page cache that belongs to the files, where the kernel can: EROFS has one of its own.
 	Direct bool

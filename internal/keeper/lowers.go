@@ -3,6 +3,8 @@ package keeper
 import (
 	"fmt"
 	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
 // lowers keeps detached clones of layers whose ids are mapped for a range of host ids: ranges are used again and again, the one released
@@ -57,6 +59,9 @@ func (w *lowers) take(base uint32, ids []string, user int) ([]int, error) {
 		fds[i], made = made[0], made[1:]
 		if err := idmap(fds[i], user); err != nil {
 			closeAll(append(only(fds), made...))
+			if err == unix.EINVAL {
+				err = fmt.Errorf("its file system can't be id-mapped; a layer that was unpacked needs a state folder on ext4, xfs or btrfs: %w", err)
+			}
 			return nil, fmt.Errorf("map ids of layer %s: %w", ids[i], err)
 		}
 	}

@@ -85,3 +85,52 @@ func TestImageOfTwoFiles(t *testing.T) {
 		}
 	}
 }
+
+// Layers as folders, under overlays that take their lowers by descriptor and by name (as before 6.13): an ID has a colon, which parts names.
+func TestOverlaysOfFolders(t *testing.T) {
+	needRoot(t)
+	l, err := newLayers(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { // ends the thread, and with it the namespace
+		close(l.work)
+		unix.Close(l.ns)
+	})
+	var paths []string
+	for _, name := range []string{"a", "b"} {
+		tree := t.TempDir()
+		if err := os.WriteFile(filepath.Join(tree, name), []byte(name), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		f, err := FolderMount(tree)
+		if err != nil {
+			t.Fatal(err)
+		}
+		id := "sha256:" + name
+		if err := l.mount(t.Context(), id, []int{int(f.Fd())}, false); err != nil {
+			t.Fatal(err)
+		}
+		f.Close()
+		paths = append(paths, "/layers/"+id)
+	}
+	for how, mount := range map[string]func([]string) (int, error){"descriptor": readOnlyOverlay, "name": readOnlyOverlayByPath} {
+		var m int
+		if err := l.do(func() (err error) { m, err = mount(paths); return err }); err != nil {
+			t.Errorf("by %s: %v", how, err)
+			continue
+		}
+		for _, name := range []string{"a", "b"} {
+			fd, err := unix.Openat(m, name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			if err != nil {
+				t.Errorf("by %s: %s: %v", how, name, err)
+				continue
+			}
+			unix.Close(fd)
+		}
+		unix.Close(m)
+	}
+	if err := l.unmount("sha256:a"); err != nil {
+		t.Error(err)
+	}
+}

@@ -243,8 +243,11 @@ func (l *layers) clones(ids []string) ([]int, error) {
 }
 
 // openLayer makes a detached mount of an image's files, through loop devices where this kernel's EROFS reads no files (before 6.12), or
-// not those of this file system.
+// not those of this file system. What comes as a folder is such a mount already, see FolderMount.
 func openLayer(fds []int, direct bool) (int, error) {
+	if isFolder(fds[0]) {
+		return unix.FcntlInt(uintptr(fds[0]), unix.F_DUPFD_CLOEXEC, 0)
+	}
 	paths := make([]string, len(fds))
 	for i, fd := range fds {
 		paths[i] = "/proc/self/fd/" + strconv.Itoa(fd)
@@ -257,6 +260,11 @@ func openLayer(fds []int, direct bool) (int, error) {
 		return openLoops(fds)
 	}
 	return m, err
+}
+
+func isFolder(fd int) bool {
+	var st unix.Stat_t
+	return unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR
 }
 
 // openErofs makes a detached mount of an EROFS image: a file or block device, and those of its extra devices. ENOTBLK: this kernel wants
