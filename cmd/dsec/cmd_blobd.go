@@ -12,6 +12,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/dsec-dev/dsec/internal/backend/container"
 	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
@@ -50,8 +51,11 @@ type blobSettings struct {
 }
 
 // openLayers makes what finds the files of layers, and the supervisor of the blob daemon for those whose contents are not local.
-func (p *places) openLayers(id sandbox.HostID, stores []string, st store.Store, keeperDir string, logger *slog.Logger) (*blob.Layers, *blob.Supervisor, error) {
+func (p *places) openLayers(id sandbox.HostID, stores []string, st store.Store, cc container.Config, logger *slog.Logger) (*blob.Layers, *blob.Supervisor, error) {
 	s := p.settings.Blobs
+	if cc.Unpack { // this process reads the layers, which must not wait for a daemon of its own
+		s.Whole = true
+	}
 	c := blob.SupervisorConfig{
 		Config: blob.Config{RunDir: filepath.Join(p.RunDir, "blobd-"+instance(id)), CacheDir: filepath.Join(p.State, "blobs"),
 			Prefetch: s.Prefetch, Fetches: s.Fetches},
@@ -89,7 +93,7 @@ func (p *places) openLayers(id sandbox.HostID, stores []string, st store.Store, 
 	var sup *blob.Supervisor
 	var opener blob.Opener
 	if _, err := os.Stat("/dev/fuse"); err == nil && !s.Whole {
-		if sup, err = blob.NewSupervisor(c, keeper.NewPark(keeperDir), logger); err != nil {
+		if sup, err = blob.NewSupervisor(c, keeper.NewPark(cc.RunDir), logger); err != nil {
 			return nil, nil, err
 		}
 		opener = sup

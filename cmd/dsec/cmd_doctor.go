@@ -20,7 +20,7 @@ func (x *doctorCmd) Run(ctx context.Context, c *cli) error {
 	if err := x.load(); err != nil {
 		return err
 	}
-	checks := slices.Concat(container.Doctor(ctx, x.State), x.runtimeChecks(ctx), x.vmChecks(ctx))
+	checks := slices.Concat(container.Doctor(ctx, x.State, x.settings.Host.UnpackLayers), x.runtimeChecks(ctx), x.vmChecks(ctx))
 	if c.Output == "json" {
 		return json.NewEncoder(os.Stdout).Encode(checks)
 	}

@@ -35,6 +35,8 @@ type settings struct {
 		Retention     string `toml:"retention"`      // duration
 		LeaveDynmods  bool   `toml:"leave_dynmods"`
 		NetnsPool     int    `toml:"netns_pool"`
+		UnpackLayers  bool   `toml:"unpack_layers"`
+		UnpackLimit   string `toml:"unpack_limit"` // size
 	} `toml:"host"`
 	Network struct {
 		Ranges []string `toml:"ranges"`

@@ -128,7 +128,7 @@ func openMachine(ctx context.Context, p *places, f *hostFlags, token string, reg
 	if p.settings.Host.DiskReserve == "" {
 		hc.DiskReserve = diskReserve(hc.DiskReserve, m.pool.Describe().Total)
 	}
-	layers, blobs, err := p.openLayers(m.id, f.Stores, st, cc.RunDir, logger)
+	layers, blobs, err := p.openLayers(m.id, f.Stores, st, cc, logger)
 	if err != nil {
 		return nil, err
 	}
@@ -190,6 +190,10 @@ func (p *places) container(id sandbox.HostID, f *hostFlags, guest *os.File) (con
 		Instance: instance(id), Host: string(id), StateDir: filepath.Join(p.State, "container"), RunDir: filepath.Join(p.RunDir, "keeper-"+instance(id)),
 		Guest: guest, Seccomp: filter, Events: events,
 		LeaveDynmods: p.settings.Host.LeaveDynmods, NetnsPool: p.settings.Host.NetnsPool,
+		Unpack: p.settings.Host.UnpackLayers || container.NoErofs() != nil,
+	}
+	if err := setSize(&cc.UnpackLimit, "host.unpack_limit", p.settings.Host.UnpackLimit); err != nil {
+		return cc, err
 	}
 	if f.UIDBase != nil {
 		if cc.UIDBase = *f.UIDBase; cc.UIDBase == 0 {

@@ -43,7 +43,11 @@ type Config struct {
 	NetnsPool    int // network namespaces kept ready; 0 is the keeper's default
 	// LayerIdle is how long an unused layer stays mounted; 0 is 10 minutes.
 	LayerIdle time.Duration
-	Network   NetworkConfig
+	// Unpack has layers unpacked into folders of StateDir instead of being mounted as EROFS; a kernel without EROFS has it so in any case. Deps.Layers
+	// must then give files of this machine alone: this process reads them. UnpackLimit is of all that is unpacked, in octets; 0 is 20 GiB.
+	Unpack      bool
+	UnpackLimit int64
+	Network     NetworkConfig
 	// Told are features of Capabilities that the driver does not know of itself.
 	Told map[string]string
 }
@@ -66,6 +70,12 @@ func (c *Config) fill() error {
 	if c.LayerIdle == 0 {
 		c.LayerIdle = 10 * time.Minute
 	}
+	if c.UnpackLimit == 0 {
+		c.UnpackLimit = unpackLimit
+	}
+	if c.UnpackLimit < 0 {
+		return fmt.Errorf("limit of unpacked layers %d: want octets above 0: %w", c.UnpackLimit, sandbox.ErrInvalid)
+	}
 	if len(c.Keeper) == 0 {
 		exe, err := os.Executable()
 		if err != nil {
@@ -80,6 +90,8 @@ func (c *Config) fill() error {
 type Layers interface {
 	// Files opens a layer's EROFS image, wherever it lies; the driver closes it.
 	Files(ctx context.Context, id layer.ID) (blob.LayerFiles, error)
+	// Descriptor is a layer's; sandbox.ErrNotFound when the store has it no more.
+	Descriptor(ctx context.Context, id layer.ID) (layer.Descriptor, error)
 	// ImportUpper makes a layer of an overlay's upper folder.
 	ImportUpper(ctx context.Context, project, upper string, opt layer.Options) (layer.Descriptor, error)
 }
@@ -104,15 +116,18 @@ type Deps struct {
 
 // Backend is the driver. It implements sandbox.Backend.
 type Backend struct {
-	cfg    Config
-	layers Layers
-	uppers Uppers
-	log    *slog.Logger
-	trace  *trace.Source
-	names  trace.Budget // that all traced sandboxes remember
-	slots  *slots
-	net    *network
-	mounts *layerMounts
+	cfg     Config
+	layers  Layers
+	uppers  Uppers
+	log     *slog.Logger
+	trace   *trace.Source
+	names   trace.Budget // that all traced sandboxes remember
+	slots   *slots
+	net     *network
+	mounts  *layerMounts
+	files   layerFiles // what mounts has mounted: layers, or unpacked
+	folders *unpacked
+	noErofs error // why layers are unpacked; nil where they are not
 
 	mu      sync.Mutex
 	client  *keeper.Client // nil while there is no connection
@@ -148,10 +163,41 @@ func New(cfg Config, deps Deps) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("container: %w", err)
 	}
-	return &Backend{
+	b := &Backend{
 		cfg: cfg, layers: deps.Layers, uppers: deps.Uppers, log: deps.Log, trace: deps.Trace, names: trace.Budget{Most: 1 << 20}, slots: s, net: n,
-		mounts: newLayerMounts(), changed: make(chan struct{}), boxes: map[sandbox.ID]*instance{},
-	}, nil
+		mounts: newLayerMounts(), changed: make(chan struct{}), boxes: map[sandbox.ID]*instance{}, files: deps.Layers, noErofs: whyUnpack(cfg.Unpack),
+	}
+	limit := cfg.UnpackLimit
+	if b.noErofs == nil {
+		limit = 0
+	}
+	if b.folders, err = newUnpacked(filepath.Join(cfg.StateDir, "unpacked"), limit, deps.Layers, b.foldersInUse, deps.Log); err != nil {
+		return nil, fmt.Errorf("container: %w", err)
+	}
+	if b.noErofs != nil {
+		b.files = b.folders
+		deps.Log.Warn("layers are unpacked into folders", "folder", b.folders.dir, "why", b.noErofs)
+	}
+	return b, nil
+}
+
+// foldersInUse are the layers whose folder must stay: what is mounted, and what sandboxes have that were not taken back yet.
+func (b *Backend) foldersInUse() map[string]bool {
+	used := map[string]bool{}
+	for _, id := range b.mounts.inUse() {
+		used[id] = true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, a := range b.found {
+		for _, id := range a.Birth.Layers {
+			used[id] = true
+		}
+		for _, v := range a.Birth.Volumes {
+			used[v.Layer] = true
+		}
+	}
+	return used
 }
 
 // Capabilities of the driver. Features is complete once the keeper has answered.
@@ -168,6 +214,9 @@ func (b *Backend) Capabilities() sandbox.Capabilities {
 	}
 	if b.cfg.Guest == nil {
 		c.Features["files"] = "no guest program was built"
+	}
+	if b.noErofs != nil {
+		c.Features["layers_unpacked"] = b.noErofs.Error()
 	}
 	maps.Copy(c.Features, b.cfg.Told)
 	b.mu.Lock()
@@ -252,6 +301,7 @@ func (b *Backend) Run(ctx context.Context) error {
 	defer wg.Wait()
 	defer cancel()
 	defer b.net.close()
+	defer b.folders.close()
 	wg.Add(1)
 	go func() {
 		defer wg.Done()
@@ -452,8 +502,11 @@ func (b *Backend) keeperLost(ctx context.Context, wg *sync.WaitGroup) {
 	}
 }
 
-// tidy unmounts layers that nobody used for a while, and tries again what a failed create could not undo.
+// tidy unmounts layers that nobody used for a while, removes folders of layers, and tries again what a failed create could not undo.
 func (b *Backend) tidy(ctx context.Context) {
+	if err := b.folders.sweep(); err != nil {
+		b.log.Error("remove half-unpacked layers", "err", err)
+	}
 	t := time.NewTicker(tidyEvery)
 	defer t.Stop()
 	for {
@@ -461,17 +514,24 @@ func (b *Backend) tidy(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case now := <-t.C:
-			b.mu.Lock()
-			c := b.client
-			b.mu.Unlock()
-			if c != nil {
-				if err := b.mounts.unmountIdle(ctx, c, now.Add(-b.cfg.LayerIdle)); err != nil {
-					b.log.Error("unmount idle layers", "err", err)
-				}
-			}
-			b.retryUndone(ctx)
+			b.tidyOnce(ctx, now)
 		}
 	}
+}
+
+func (b *Backend) tidyOnce(ctx context.Context, now time.Time) {
+	b.mu.Lock()
+	c := b.client
+	b.mu.Unlock()
+	if c != nil {
+		if err := b.mounts.unmountIdle(ctx, c, now.Add(-b.cfg.LayerIdle)); err != nil {
+			b.log.Error("unmount idle layers", "err", err)
+		}
+		if err := b.folders.tidy(ctx, now); err != nil {
+			b.log.Error("remove unpacked layers", "err", err)
+		}
+	}
+	b.retryUndone(ctx)
 }
 
 // retryUndone destroys sandboxes whose create failed and whose undo failed too.

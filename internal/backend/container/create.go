@@ -135,7 +135,7 @@ func (x *instance) make(ctx context.Context, c *keeper.Client, open bool) (err e
 	x.upper, x.limit, x.note = u.Dir, u.Limit, u.Note
 
 	used := mountedLayers(x.spec)
-	if err := b.mounts.acquire(ctx, c, b.layers, used); err != nil {
+	if err := b.mounts.acquire(ctx, c, b.files, used); err != nil {
 		return err
 	}
 	x.undo.push("release layers", func(context.Context) error { b.mounts.release(used); return nil })

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dsec-dev/dsec/internal/blob"
+	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/layer/upper"
 )
@@ -33,16 +34,17 @@ type Check struct {
 
 // doctor collects checks in a scratch folder.
 type doctor struct {
-	ctx    context.Context
-	dir    string // scratch, on the file system of the state folder
-	userns int    // a user namespace with one mapping, or -1
-	checks []Check
+	ctx     context.Context
+	dir     string // scratch, on the file system of the state folder
+	userns  int    // a user namespace with one mapping, or -1
+	noErofs error  // why layers are unpacked; nil where they are mounted
+	checks  []Check
 }
 
-// Doctor says what this host can do for container sandboxes. Scratch files lie below the state folder and are removed; nothing
-// that lasts is changed. It needs root for most of its answers.
-func Doctor(ctx context.Context, stateDir string) []Check {
-	d := &doctor{ctx: ctx, userns: -1}
+// Doctor says what this host can do for container sandboxes; unpack is Config.Unpack. Scratch files lie below the state folder and are removed;
+// nothing that lasts is changed. It needs root for most of its answers.
+func Doctor(ctx context.Context, stateDir string, unpack bool) []Check {
+	d := &doctor{ctx: ctx, userns: -1, noErofs: whyUnpack(unpack)}
 	d.root()
 	defer removeMade(stateDir)()
 	if err := os.MkdirAll(stateDir, 0o700); err == nil {
@@ -188,6 +190,10 @@ func detachedMount(kind string, options ...mountOption) (int, error) {
 func (d *doctor) erofs() {
 	image := filepath.Join(d.dir, "layer.erofs")
 	err := d.tinyLayer(image)
+	if d.noErofs != nil {
+		d.unpacked(errors.Join(err, d.tryUnpacked(image)))
+		return
+	}
 	if err == nil {
 		var fd int
 		if fd, err = detachedMount("erofs", mountOption{key: "source", value: image}, mountOption{key: "ro"}); err == nil {
@@ -201,6 +207,44 @@ func (d *doctor) erofs() {
 		return
 	}
 	d.tried("layers (EROFS)", true, err, "mounted from a file without a loop device", "load the module erofs, or use a kernel from 5.19 on")
+}
+
+// unpacked tells of the way round a kernel without EROFS.
+func (d *doctor) unpacked(err error) {
+	d.add(Check{Feature: "layers (EROFS)", Detail: "not mounted (" + d.noErofs.Error() + "): each layer is unpacked into a folder of the state folder before its first use: " +
+		"that create waits for it, the layer is fetched whole and takes its full size on this disk", Fix: "a kernel with EROFS, from 5.19 on (module erofs), and no host.unpack_layers"})
+	d.tried("layers unpacked into folders", true, err, "unpacked one and mapped the ids of its mount", "a state folder on ext4, xfs or btrfs, and a kernel from 5.19 on")
+}
+
+// tryUnpacked does with an image what a host does where there is no EROFS.
+func (d *doctor) tryUnpacked(image string) error {
+	f, err := os.Open(image)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	tree := filepath.Join(d.dir, "unpacked")
+	if err := os.Mkdir(tree, 0o700); err != nil {
+		return err
+	}
+	into, err := os.Open(tree)
+	if err != nil {
+		return err
+	}
+	defer into.Close()
+	im, err := openImage(blob.LayerFiles{Meta: f})
+	if err == nil {
+		err = im.Unpack(into, d.ctx.Err)
+	}
+	if err != nil {
+		return err
+	}
+	m, err := keeper.FolderMount(tree)
+	if err != nil || d.userns < 0 {
+		return err
+	}
+	defer m.Close()
+	return unix.MountSetattr(int(m.Fd()), "", unix.AT_EMPTY_PATH, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(d.userns)})
 }
 
 // onDemand tries what the blob daemon needs; without it layers that are not local are fetched whole.
@@ -267,6 +311,9 @@ func (d *doctor) idmap() {
 		unix.Close(tree)
 	}
 	d.tried("id-mapped mounts of the state folder", false, err, "mapped one", "use ext4, xfs or btrfs on a kernel from 5.19 on; else owners are shifted on disk and mapped at capture")
+	if d.noErofs != nil {
+		return // tried with the folder
+	}
 	fd, err := detachedMount("erofs", mountOption{key: "source", value: filepath.Join(d.dir, "layer.erofs")}, mountOption{key: "ro"})
 	if err != nil {
 		return // told already, or through a loop device, which the keeper tries

@@ -170,7 +170,7 @@ func (c *Calls) with(ctx context.Context, layers []string, do func(*keeper.Clien
 	if err != nil {
 		return err
 	}
-	if err := c.b.mounts.acquire(ctx, k, c.b.layers, layers); err != nil {
+	if err := c.b.mounts.acquire(ctx, k, c.b.files, layers); err != nil {
 		return err
 	}
 	defer c.b.mounts.release(layers)

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/dsec-dev/dsec/internal/blob"
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
 )
@@ -53,7 +54,7 @@ func (m *layerMounts) adopt(ids []string) {
 }
 
 // acquire mounts the layers where they are not and counts the caller as a user of each. On an error it is a user of none.
-func (m *layerMounts) acquire(ctx context.Context, c *keeper.Client, layers Layers, ids []string) error {
+func (m *layerMounts) acquire(ctx context.Context, c *keeper.Client, layers layerFiles, ids []string) error {
 	got := make([]bool, len(ids))
 	// What is not mounted is mounted all at once, since each layer may wait for a store that is far.
 	var g errgroup.Group
@@ -95,7 +96,7 @@ func (m *layerMounts) take(id string) bool {
 	return true
 }
 
-func (m *layerMounts) acquireOne(ctx context.Context, c *keeper.Client, layers Layers, id string) error {
+func (m *layerMounts) acquireOne(ctx context.Context, c *keeper.Client, layers layerFiles, id string) error {
 	m.mu.Lock()
 	for {
 		l := m.byID[id]
@@ -140,7 +141,12 @@ func (m *layerMounts) acquireOne(ctx context.Context, c *keeper.Client, layers L
 	}
 }
 
-func mountLayer(ctx context.Context, c *keeper.Client, layers Layers, id string) error {
+// layerFiles is what the keeper mounts: images of the catalogue, or folders into which they were unpacked.
+type layerFiles interface {
+	Files(ctx context.Context, id layer.ID) (blob.LayerFiles, error)
+}
+
+func mountLayer(ctx context.Context, c *keeper.Client, layers layerFiles, id string) error {
 	f, err := layers.Files(ctx, layer.ID(id))
 	if err != nil {
 		return err

@@ -154,6 +154,7 @@ func New(t testing.TB, o Options) *Env {
 		Instance: instance, Host: "test", StateDir: filepath.Join(dir, "state"), RunDir: filepath.Join(dir, "run"), Slots: 256,
 		Keeper: []string{os.Args[0], "keeper"}, Guest: o.Guest, Network: o.Network,
 	}
+	e.Config.Unpack = os.Getenv("DSEC_UNPACK") != "" // as on a kernel without EROFS, see docs/ops/kernels.md
 	if o.Config != nil {
 		o.Config(&e.Config)
 	}

@@ -21,7 +21,7 @@ import (
 type World struct {
 	Host, Outside netip.Addr
 
-	host int // namespace
+	host, far int // namespaces
 }
 
 // NewWorld makes one.
@@ -33,6 +33,7 @@ func NewWorld(t testing.TB) *World {
 	w := &World{Host: netip.MustParseAddr("203.0.113.1"), Outside: netip.MustParseAddr("203.0.113.2")}
 	w.host = namespace(t)
 	far := namespace(t)
+	w.far = far
 	in(t, w.host, func() error {
 		if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "uplink"}, PeerName: "far", PeerNamespace: netlink.NsFd(far)}); err != nil {
 			return err
@@ -98,11 +99,22 @@ func up(name string, p netip.Prefix) error {
 	return netlink.LinkSetUp(l)
 }
 
+// Answer has the machine outside answer each connection to a port, which is closed then.
+func (w *World) Answer(t testing.TB, port int, how func(net.Conn)) {
+	t.Helper()
+	answer(t, w.far, port, how)
+}
+
 func serve(t testing.TB, ns int) {
+	t.Helper()
+	answer(t, ns, 80, func(c net.Conn) { fmt.Fprintln(c, c.RemoteAddr().(*net.TCPAddr).IP) })
+}
+
+func answer(t testing.TB, ns, port int, how func(net.Conn)) {
 	t.Helper()
 	var l net.Listener
 	in(t, ns, func() (err error) {
-		l, err = net.Listen("tcp4", "0.0.0.0:80")
+		l, err = net.Listen("tcp4", fmt.Sprintf("0.0.0.0:%d", port))
 		return err
 	})
 	t.Cleanup(func() { l.Close() })
@@ -112,7 +124,7 @@ func serve(t testing.TB, ns int) {
 			if err != nil {
 				return
 			}
-			fmt.Fprintln(c, c.RemoteAddr().(*net.TCPAddr).IP)
+			how(c)
 			c.Close()
 		}
 	}()
