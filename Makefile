@@ -1,4 +1,4 @@
-# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory|vm|firecracker | torture | test-kernels | generate
+# make build | test | demo | bench B=create|exec|idle|images|burst|dedup|trajectory|vm|firecracker | torture | test-kernels | test-reset | generate
 SHELL := /bin/bash
 GO ?= go
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo dev)
@@ -42,6 +42,11 @@ torture: deps build debian-kernel
 .PHONY: test-kernels
 test-kernels:
 	test/kernels/run.sh
+
+# A machine that is reset in the midst of a load, again and again: docs/ops/kernels.md.
+.PHONY: test-reset
+test-reset: build
+	test/kernels/reset.sh
 
 # dsec with the operator's Firecracker (DSEC_FIRECRACKER, DSEC_JAILER) in a nested machine: docs/ops/firecracker.md.
 .PHONY: test-firecracker

@@ -103,9 +103,11 @@ watch() { # console, pid, seconds
   done
 }
 
-# boot runs a kernel with the first and the second disk until it powers off. cpu and append say what it has beyond the default.
-boot() { # kernel
-  local k=$1 khz status=0
+# start begins a kernel with the first and the second disk, and more drives if given; qemu is its pid. cpu and append say what it has beyond
+# the default.
+start() { # kernel, more arguments of QEMU
+  local k=$1 khz
+  shift
   khz=$(awk '/^cpu MHz/ {printf "%d", $4 * 1000; exit}' /proc/cpuinfo)
   local accel=tcg,thread=multi,tb-size=512
   if [ -n "${icount:-}" ]; then accel=tcg,thread=single,tb-size=512 khz=1000000; fi
@@ -113,9 +115,15 @@ boot() { # kernel
   timeout "${seconds:-5400}" ${qemu_program:-qemu-system-x86_64} -nodefaults -no-user-config -display none -no-reboot -accel "$accel" ${icount:+-icount "$icount"} -M q35 -cpu "${cpu:-max}" \
     -smp "$cpus" -m "$memory" -kernel "$cache/$k/vmlinuz" -initrd "$work/initramfs-$k.img" -serial stdio \
     -append "console=ttyS0 quiet panic=-1 tsc_early_khz=${khz:-2500000} no_timer_check tsc=reliable net.ifnames=0 ${append:-}" \
-    -drive "file=$rootimage,format=raw,if=virtio,snapshot=on" -drive "file=$work/second-$k.img,format=raw,if=virtio,cache=unsafe" \
+    -drive "file=$rootimage,format=raw,if=virtio,snapshot=on" -drive "file=$work/second-$k.img,format=raw,if=virtio,cache=unsafe" "$@" \
     </dev/null >"$work/console-$k" 2>&1 &
   qemu=$!
+}
+
+# boot runs a kernel until it powers off.
+boot() { # kernel
+  local k=$1 status=0
+  start "$k"
   [ -z "${silence:-}" ] || watch "$work/console-$k" "$qemu" "$silence" &
   tail -n +1 --pid=$qemu -f "$work/console-$k" | sed -u 's/\r$//' | grep --line-buffered -aE '^(kernels:|.*seen: |# |bench|[a-z]+\.[a-z0-9_.]+ [0-9.e+-]+ |FAIL|panic:|fatal error| *--- (FAIL|SKIP)|--- )|Oops|BUG:|Kernel panic' &
   local show=$!

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,6 +22,9 @@ type groups struct {
 	v2   string
 	in2  map[string]bool
 	v1   map[string]string // controller -> mount point
+
+	mu    sync.Mutex
+	stale map[string]bool // monitors whose groups the kernel still holds
 }
 
 var controllers = []string{"memory", "pids", "cpu"}
@@ -30,7 +34,7 @@ func findGroups(name string) (*groups, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &groups{name: name, in2: map[string]bool{}, v1: map[string]string{}}
+	g := &groups{name: name, in2: map[string]bool{}, v1: map[string]string{}, stale: map[string]bool{}}
 	for line := range strings.Lines(string(text)) {
 		before, after, _ := strings.Cut(line, " - ")
 		a, b := strings.Fields(before), strings.Fields(after)
@@ -106,6 +110,9 @@ func (g *groups) dir(ctrl, id string) string {
 
 // make makes the groups of a monitor and returns the one that it is born into.
 func (g *groups) make(p *Process) (*os.File, error) {
+	g.mu.Lock()
+	delete(g.stale, p.ID) // from here on they are this one's
+	g.mu.Unlock()
 	if err := os.Mkdir(g.dir("", p.ID), 0o755); err != nil {
 		return nil, fmt.Errorf("make its cgroup: %w", err)
 	}
@@ -164,20 +171,46 @@ func (g *groups) join(id string, pid int) error {
 	return nil
 }
 
-// removeOf kills what is left in a monitor's groups and removes them.
+// removeOf kills what is left in a monitor's groups and removes them. What a busy kernel holds for longer than anybody should wait goes when
+// it lets go.
 func (g *groups) removeOf(id string) {
 	os.WriteFile(filepath.Join(g.dir("", id), "cgroup.kill"), []byte("1"), 0)
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(2 * time.Millisecond) {
-		left := false
-		for _, d := range g.dirs(id) {
-			if err := os.Remove(d); err != nil && !errors.Is(err, os.ErrNotExist) {
-				left = true
-			}
-		}
-		if !left || time.Now().After(end) {
+	for end := time.Now().Add(removeBound); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
+		if g.rmdir(id) {
 			return
 		}
 	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.stale[id] {
+		g.stale[id] = true
+		go g.removeLater(id)
+	}
+}
+
+// removeBound is how long the end of a monitor waits for its groups.
+var removeBound = 10 * time.Second
+
+func (g *groups) removeLater(id string) {
+	for gone := false; !gone; {
+		time.Sleep(removeBound / 10)
+		g.mu.Lock()
+		if gone = !g.stale[id] || g.rmdir(id); gone {
+			delete(g.stale, id)
+		}
+		g.mu.Unlock()
+	}
+}
+
+// rmdir says whether a monitor has no groups any more.
+func (g *groups) rmdir(id string) (gone bool) {
+	gone = true
+	for _, d := range g.dirs(id) {
+		if err := os.Remove(d); err != nil && !errors.Is(err, os.ErrNotExist) {
+			gone = false
+		}
+	}
+	return gone
 }
 
 func (g *groups) dirs(id string) []string {
