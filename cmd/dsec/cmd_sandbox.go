@@ -423,12 +423,12 @@ func (x *topCmd) Run(ctx context.Context, c *cli) error {
 				continue // it ended meanwhile
 			}
 			rows = append(rows, []string{s.ID, s.Data.State, (time.Duration(st.CpuUs) * time.Microsecond).Round(10 * time.Millisecond).String(),
-				octetText(st.Memory), octetText(st.MemoryPeak), fmt.Sprint(st.Pids), octetText(st.Disk), fmt.Sprint(st.OomKills)})
+				octetText(st.Memory), octetText(st.MemoryPeak), fmt.Sprint(st.Pids), octetText(st.Disk), fmt.Sprint(st.OomKills), hostMemory(st)})
 		}
 		if !x.Once && isTerminal(os.Stdout) {
 			fmt.Print("\x1b[H\x1b[2J")
 		}
-		table(os.Stdout, []string{"ID", "STATE", "CPU", "MEMORY", "PEAK", "PIDS", "DISK", "OOM"}, rows)
+		table(os.Stdout, []string{"ID", "STATE", "CPU", "MEMORY", "PEAK", "PIDS", "DISK", "OOM", "HOST"}, rows)
 		if x.Once {
 			return nil
 		}
@@ -448,6 +448,14 @@ func pause(ctx context.Context, d time.Duration) bool {
 	case <-time.After(d):
 		return true
 	}
+}
+
+// hostMemory is what a machine holds of its host's memory; other sandboxes hold what they use.
+func hostMemory(st *dsecv1.StatsResponse) string {
+	if st.HostMemory == 0 {
+		return "-"
+	}
+	return octetText(st.HostMemory)
 }
 
 // topJSON writes one look as one line: a list of sandboxes with their figures.

@@ -407,5 +407,5 @@ func CapabilitiesProto(c sandbox.Capabilities, host sandbox.HostID) *dsecv1.Capa
 
 // StatsProto tells what a sandbox uses.
 func StatsProto(s sandbox.Stats) *dsecv1.StatsResponse {
-	return &dsecv1.StatsResponse{Memory: s.Memory, MemoryPeak: s.MemoryPeak, CpuUs: s.CPU.Microseconds(), Pids: s.Pids, Disk: s.Disk, OomKills: s.OOMKills}
+	return &dsecv1.StatsResponse{Memory: s.Memory, MemoryPeak: s.MemoryPeak, CpuUs: s.CPU.Microseconds(), Pids: s.Pids, Disk: s.Disk, OomKills: s.OOMKills, HostMemory: s.HostMemory}
 }

@@ -99,4 +99,7 @@ type Stats struct {
 	Pids       int64         `json:"pids"`
 	Disk       int64         `json:"disk"` // octets of its own writes; -1 unknown
 	OOMKills   int64         `json:"oom_kills"`
+	// HostMemory is what a machine holds of its host's memory now, its monitor included, in octets: what it shares is counted in parts. 0: it is
+	// no machine, or none lives (saved).
+	HostMemory int64 `json:"host_memory,omitempty"`
 }

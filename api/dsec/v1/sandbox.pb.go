@@ -1253,6 +1253,7 @@ type StatsResponse struct {
 	Pids          int64                  `protobuf:"varint,4,opt,name=pids,proto3" json:"pids,omitempty"`
 	Disk          int64                  `protobuf:"varint,5,opt,name=disk,proto3" json:"disk,omitempty"`
 	OomKills      int64                  `protobuf:"varint,6,opt,name=oom_kills,json=oomKills,proto3" json:"oom_kills,omitempty"`
+	HostMemory    int64                  `protobuf:"varint,7,opt,name=host_memory,json=hostMemory,proto3" json:"host_memory,omitempty"` // octets of its host's memory that a machine holds, its monitor included and what is shared in parts; 0 where there is none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1325,6 +1326,13 @@ func (x *StatsResponse) GetDisk() int64 {
 func (x *StatsResponse) GetOomKills() int64 {
 	if x != nil {
 		return x.OomKills
+	}
+	return 0
+}
+
+func (x *StatsResponse) GetHostMemory() int64 {
+	if x != nil {
+		return x.HostMemory
 	}
 	return 0
 }
@@ -1643,7 +1651,7 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\tsandboxes\x18\x02 \x03(\v2\x10.dsec.v1.SandboxR\tsandboxes\x12*\n" +
 	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"\x1e\n" +
 	"\fStatsRequest\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\tR\x02id\"\xa4\x01\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"\xc5\x01\n" +
 	"\rStatsResponse\x12\x16\n" +
 	"\x06memory\x18\x01 \x01(\x03R\x06memory\x12\x1f\n" +
 	"\vmemory_peak\x18\x02 \x01(\x03R\n" +
@@ -1651,7 +1659,9 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06cpu_us\x18\x03 \x01(\x03R\x05cpuUs\x12\x12\n" +
 	"\x04pids\x18\x04 \x01(\x03R\x04pids\x12\x12\n" +
 	"\x04disk\x18\x05 \x01(\x03R\x04disk\x12\x1b\n" +
-	"\toom_kills\x18\x06 \x01(\x03R\boomKills\"\x15\n" +
+	"\toom_kills\x18\x06 \x01(\x03R\boomKills\x12\x1f\n" +
+	"\vhost_memory\x18\a \x01(\x03R\n" +
+	"hostMemory\"\x15\n" +
 	"\x13CapabilitiesRequest\"I\n" +
 	"\x14CapabilitiesResponse\x121\n" +
 	"\bbackends\x18\x01 \x03(\v2\x15.dsec.v1.CapabilitiesR\bbackends\"\x95\x03\n" +

@@ -489,10 +489,11 @@ class Stats:
     pids: int
     disk: int  # octets
     oom_kills: int
+    host_memory: int = 0  # octets that a machine holds of its host's memory; 0 where there is none
 
     @classmethod
     def of(cls, f: Fields) -> Stats:
-        return cls(f.number("memory"), f.number("memoryPeak"), f.number("cpuUs") / 1e6, f.number("pids"), f.number("disk"), f.number("oomKills"))
+        return cls(f.number("memory"), f.number("memoryPeak"), f.number("cpuUs") / 1e6, f.number("pids"), f.number("disk"), f.number("oomKills"), f.number("hostMemory"))
 
 
 @dataclass(frozen=True)

@@ -680,6 +680,7 @@ func (x *instance) Stats(ctx context.Context) (sandbox.Stats, error) {
 		}
 		s = x.noteStats(s)
 	}
+	s.HostMemory = x.hostMemory()
 	var err error
 	s.Disk, err = x.b.disks.usage(x.name())
 	return s, x.said("disk use", err)

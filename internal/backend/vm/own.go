@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -404,33 +403,6 @@ func ownEnd(status, console string) sandbox.Cause {
 		return sandbox.Cause{Class: sandbox.ClassTask, Reason: "guest_panicked", Detail: console}
 	}
 	return sandbox.Cause{Class: sandbox.ClassPlatform, Reason: "guest_ended", Detail: "the machine " + status + ": " + console}
-}
-
-// ownStats is what the host sees of the monitor.
-func (x *instance) ownStats() (s sandbox.Stats) {
-	s.MemoryPeak = -1
-	x.mu.Lock()
-	vm := x.vm
-	x.mu.Unlock()
-	if vm == nil || x.isSaved() {
-		return s
-	}
-	dir := "/proc/" + strconv.Itoa(vm.Pid())
-	if text, err := os.ReadFile(dir + "/statm"); err == nil {
-		if f := strings.Fields(string(text)); len(f) > 1 {
-			pages, _ := strconv.ParseInt(f[1], 10, 64)
-			s.Memory = pages * int64(os.Getpagesize())
-		}
-	}
-	if text, err := os.ReadFile(dir + "/stat"); err == nil {
-		if f := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:])); len(f) > 12 {
-			for _, v := range f[11:13] {
-				ticks, _ := strconv.ParseInt(v, 10, 64)
-				s.CPU += time.Duration(ticks) * (time.Second / 100)
-			}
-		}
-	}
-	return s
 }
 
 // ownSnapshot captures what the machine has changed of its disk. It stands still meanwhile; a system that runs finds the disk as after a power cut,

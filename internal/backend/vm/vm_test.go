@@ -265,8 +265,8 @@ func TestSavedMachineGoesOn(t *testing.T) {
 	if err := x.Start(within(t), command("no", "true")); !errors.Is(err, sandbox.ErrState) {
 		t.Errorf("start in a saved sandbox: %v", err)
 	}
-	if _, err := x.Stats(within(t)); err != nil {
-		t.Errorf("stats: %v", err)
+	if s, err := x.Stats(within(t)); err != nil || s.HostMemory != 0 {
+		t.Errorf("stats: %+v, %v; want none of the host's memory", s, err)
 	}
 	if err := x.Resume(within(t)); err != nil {
 		t.Fatal(err)
