@@ -26,11 +26,23 @@ type vmSettings struct {
 	Kernel      string `toml:"kernel"` // folder
 	QEMU        string `toml:"qemu"`   // program
 	NoTemplates bool   `toml:"no_templates"`
-	Ready       int    `toml:"ready"`       // clones with a sandbox in them that wait for the next create of their kind
-	Firecracker string `toml:"firecracker"` // program of microvm instead of QEMU
-	Jailer      string `toml:"jailer"`      // of the same version
-	Faults      bool   `toml:"faults"`      // Firecracker's clones get their memory page by page
-	Mapped      bool   `toml:"mapped"`      // Firecracker's images are memory that machines share
+	Ready       int    `toml:"ready"`        // clones with a sandbox in them that wait for the next create of their kind
+	Firecracker string `toml:"firecracker"`  // program of microvm instead of QEMU
+	Jailer      string `toml:"jailer"`       // of the same version
+	Faults      bool   `toml:"faults"`       // Firecracker's clones get their memory page by page
+	Mapped      bool   `toml:"mapped"`       // Firecracker's images are memory that machines share
+	Reclaim     bool   `toml:"reclaim"`      // guests give up pages of files that nobody uses
+	NetworkRate string `toml:"network_rate"` // size a second, of each machine in each direction
+	DiskRate    string `toml:"disk_rate"`    // size a second, of each machine
+	DiskOps     int64  `toml:"disk_ops"`     // requests a second, of each machine
+}
+
+func (s *vmSettings) rates() (r vmm.Rates, err error) {
+	r.DiskOps = s.DiskOps
+	if s.DiskOps < 0 {
+		err = fmt.Errorf("vm.disk_ops: %d: want requests a second, or 0 for no bound", s.DiskOps)
+	}
+	return r, errors.Join(err, setSize(&r.Network, "vm.network_rate", s.NetworkRate), setSize(&r.Disk, "vm.disk_rate", s.DiskRate))
 }
 
 // probeKVM asks whether guests run by hardware here. The answer is kept until the machine is started anew.
@@ -62,6 +74,10 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 		return nil, nil
 	}
 	defer guest.Close()
+	rates, err := p.settings.VM.rates()
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", p.Conf, err)
+	}
 	verdict := p.probeKVM(ctx)
 	for i, name := range []string{"microvm", "vm"} {
 		b, err := vm.New(ctx, vm.Config{
@@ -69,6 +85,7 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
 			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, Ready: min(max(p.settings.VM.Ready, 0), 64), QEMU: p.settings.VM.QEMU,
 			Firecracker: p.settings.VM.Firecracker, Jailer: p.settings.VM.Jailer, Faults: p.settings.VM.Faults, Mapped: p.settings.VM.Mapped,
+			Rates: rates, Reclaim: p.settings.VM.Reclaim,
 		}, vm.Deps{Layers: layers, Network: network, Verdict: verdict, Log: logger})
 		if errors.Is(err, sandbox.ErrUnsupported) {
 			logger.Warn("no virtual machines", "err", err)

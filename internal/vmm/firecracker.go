@@ -100,7 +100,7 @@ func firecrackerFeatures(out string) (Features, error) {
 	if v == nil {
 		return Features{}, fmt.Errorf("Firecracker: says no version: %w", sandbox.ErrUnsupported)
 	}
-	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, Behind: true, TapByName: true, Why: map[string]string{
+	f := Features{Driver: "firecracker", Version: strings.TrimPrefix(v[0], "v"), Accelerator: KVM, Template: true, Pause: true, Save: true, Behind: true, TapByName: true, NetRates: true, Why: map[string]string{
 		"display": "Firecracker has no screen"}}
 	var n [3]int
 	for i := range n {
@@ -129,7 +129,8 @@ const (
 	fcState = "state"
 	fcSaved = "saved" // begin of the names of what is being saved
 	// fcRoot is a link in the machine's folder, which is the host's, to the monitor's own.
-	fcRoot = "root"
+	fcRoot    = "root"
+	fcNetwork = "eth0"
 	// fcGuestPort is where process 1 listens.
 	fcGuestPort = 1024
 	fcBody      = 1 << 20
@@ -139,6 +140,8 @@ const (
 const (
 	DisksArgument  = "dsec.disks="
 	MappedArgument = "dsec.mapped="
+	// ReclaimArgument has the guest give up pages of files that nobody uses, in Spec.Append.
+	ReclaimArgument = "dsec.reclaim=1"
 )
 
 // NewMemory makes the memory of a template. In a jail it has to come by a mount, which wants a name: so it lies in dir until Discard.
@@ -222,7 +225,10 @@ func readable(f *os.File, uid uint32, write bool) error {
 // fcStart is what the monitor is told after its start.
 type fcStart struct {
 	kernel, initrd string
-	disks          []string
+	disks          []string // files
+	drives         []string // IDs of those that are no memory
+	network        bool
+	rates          Rates
 	memory, state  string
 	pages          bool // memory comes by faults
 }
@@ -328,11 +334,16 @@ func (d *Firecracker) prepare(b *fcFiles, s *Spec, n *fcStart) error {
 	}
 	b.own = append(b.own, root)
 	b.fd(root)
+	n.network, n.rates = s.TapName != "", s.Rates
 	for i, k := range s.Disks {
 		if err := readable(k.File, s.UID, !k.ReadOnly); err != nil {
 			return fmt.Errorf("disk %s: %w", k.Serial, err)
 		}
-		n.disks = append(n.disks, b.give("disk"+strconv.Itoa(i), k.File))
+		id := "disk" + strconv.Itoa(i)
+		n.disks = append(n.disks, b.give(id, k.File))
+		if !k.memory() {
+			n.drives = append(n.drives, id)
+		}
 	}
 	if s.Incoming {
 		err = d.prepareLoad(b, s, n)

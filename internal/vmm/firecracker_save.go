@@ -90,12 +90,33 @@ func (v *fcVM) taken(name string) (*os.File, int64, error) {
 }
 
 // Load fills a machine that was made with Incoming from what Spec.From named; it is paused then. One that fails ends the monitor.
-func (v *fcVM) Load(ctx context.Context, _ *os.File, _ bool) error {
+func (v *fcVM) Load(ctx context.Context, _ *os.File, shared bool) error {
 	from := map[string]string{"backend_type": "File", "backend_path": v.start.memory}
 	if v.start.pages {
 		from = map[string]string{"backend_type": "Uffd", "backend_path": v.d.inside(fcPages)}
 	}
-	return v.call(ctx, http.MethodPut, "/snapshot/load", map[string]any{
+	err := v.call(ctx, http.MethodPut, "/snapshot/load", map[string]any{
 		"snapshot_path": v.start.state, "mem_backend": from, "resume_vm": false, "vsock_override": map[string]string{"uds_path": v.d.inside(fcVsock)},
 	}, nil)
+	// A state has the bounds of the machine that was saved; templates have none.
+	if err == nil && (!shared || v.start.rates != Rates{}) {
+		err = v.bound(ctx)
+	}
+	return err
+}
+
+// bound bounds the devices of a machine that was loaded.
+func (v *fcVM) bound(ctx context.Context) error {
+	r := v.start.rates
+	for _, id := range v.start.drives {
+		body := map[string]any{"drive_id": id, "rate_limiter": limiter(r.Disk, r.DiskOps)}
+		if err := v.call(ctx, http.MethodPatch, "/drives/"+id, body, nil); err != nil {
+			return err
+		}
+	}
+	if !v.start.network {
+		return nil
+	}
+	body := map[string]any{"iface_id": fcNetwork, "rx_rate_limiter": limiter(r.Network, 0), "tx_rate_limiter": limiter(r.Network, 0)}
+	return v.call(ctx, http.MethodPatch, "/network-interfaces/"+fcNetwork, body, nil)
 }

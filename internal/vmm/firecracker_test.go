@@ -2,8 +2,11 @@ package vmm_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -323,5 +326,73 @@ func TestFirecrackerByVersion(t *testing.T) {
 	_, err := vmm.NewFirecracker(t.Context(), vmm.FirecrackerConfig{Program: "/bin/true", Verdict: vmm.Verdict{KVM: "emulated", Reason: "an instruction takes 280 ns"}})
 	if !errors.Is(err, sandbox.ErrUnsupported) || !strings.Contains(err.Error(), "280 ns") {
 		t.Errorf("without KVM: %v; want ErrUnsupported with the reason", err)
+	}
+}
+
+// The bounds of a machine are those of who starts it: a state that is loaded gets them, and loses what the saved one had.
+func TestFirecrackerRates(t *testing.T) {
+	r := newFirecracker(t, "1.17.0")
+	state := tempFile(t)
+	bounds := vmm.Rates{Disk: 5 << 20, DiskOps: 100, Network: 1 << 20}
+	tapped := func(s *vmm.Spec) { s.TapName, s.MAC = "tap0", "02:00:00:00:00:01" }
+	s := r.spec(tapped, func(s *vmm.Spec) { s.Rates = bounds })
+	m, err := r.d.Create(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	limited := map[string]map[string]string{
+		"/drives/disk0":            {"rate_limiter": `{"bandwidth":{"refill_time":1000,"size":5242880},"ops":{"refill_time":1000,"size":100}}`},
+		"/network-interfaces/eth0": {"rx_rate_limiter": `{"bandwidth":{"refill_time":1000,"size":1048576},"ops":{"refill_time":0,"size":0}}`},
+	}
+	limited["/network-interfaces/eth0"]["tx_rate_limiter"] = limited["/network-interfaces/eth0"]["rx_rate_limiter"]
+	wantConfig(t, s, limited)
+	if err := errors.Join(m.Pause(t.Context()), m.Save(t.Context(), state, false), m.Kill(t.Context())); err != nil {
+		t.Fatal(err)
+	}
+	free := map[string]map[string]string{}
+	for path, o := range limited {
+		free[path] = map[string]string{}
+		for k := range o {
+			free[path][k] = `{"bandwidth":{"refill_time":0,"size":0},"ops":{"refill_time":0,"size":0}}`
+		}
+	}
+	for _, c := range []struct {
+		rates vmm.Rates
+		want  map[string]map[string]string
+	}{{bounds, limited}, {vmm.Rates{}, free}} {
+		s := r.spec(tapped, func(s *vmm.Spec) { s.Rates, s.Incoming, s.From = c.rates, true, state })
+		m, err := r.d.Create(t.Context(), s)
+		if err == nil {
+			err = m.Load(t.Context(), nil, false)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		wantConfig(t, s, c.want)
+	}
+}
+
+// wantConfig compares what the stand-in was told of a machine's devices.
+func wantConfig(t *testing.T, s *vmm.Spec, want map[string]map[string]string) {
+	t.Helper()
+	c := http.Client{Transport: &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
+		return net.Dial("unix", filepath.Join(s.Dir, "root", "api.sock"))
+	}}}
+	defer c.CloseIdleConnections()
+	a, err := c.Get("http://firecracker/vm/config")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Body.Close()
+	var got map[string]map[string]json.RawMessage
+	if err := json.NewDecoder(a.Body).Decode(&got); err != nil {
+		t.Fatal(err)
+	}
+	for path, o := range want {
+		for field, text := range o {
+			if string(got[path][field]) != text {
+				t.Errorf("%s: %s is %s, want %s", path, field, got[path][field], text)
+			}
+		}
 	}
 }

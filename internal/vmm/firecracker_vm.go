@@ -169,13 +169,17 @@ func (v *fcVM) boot(ctx context.Context, s *Spec, n fcStart) error {
 	var disks []step
 	for i, d := range s.Disks {
 		id := "disk" + strconv.Itoa(i)
-		if d.Mapped && d.ReadOnly {
+		if d.memory() {
 			mapped = append(mapped, d.Serial)
 			disks = append(disks, step{"/pmem/" + id, object{"id": id, "path_on_host": n.disks[i], "root_device": false, "read_only": true}})
 			continue
 		}
 		names = append(names, d.Serial)
-		disks = append(disks, step{"/drives/" + id, object{"drive_id": id, "path_on_host": n.disks[i], "is_root_device": false, "is_read_only": d.ReadOnly}})
+		drive := object{"drive_id": id, "path_on_host": n.disks[i], "is_root_device": false, "is_read_only": d.ReadOnly}
+		if s.Rates.Disk > 0 || s.Rates.DiskOps > 0 {
+			drive["rate_limiter"] = limiter(s.Rates.Disk, s.Rates.DiskOps)
+		}
+		disks = append(disks, step{"/drives/" + id, drive})
 	}
 	// A panic ends the machine at once. Nothing is typed on its serial port, whose driver would be asked for ten times a second.
 	line := fmt.Sprintf("console=ttyS0 quiet panic=-1 reboot=k dsec.vsock=%d %s%s", fcGuestPort, DisksArgument, strings.Join(names, ","))
@@ -194,11 +198,16 @@ func (v *fcVM) boot(ctx context.Context, s *Spec, n fcStart) error {
 		{"/boot-source", object{"kernel_image_path": n.kernel, "initrd_path": n.initrd, "boot_args": line}},
 		{"/entropy", object{}},
 		{"/vsock", object{"guest_cid": 3, "uds_path": v.d.inside(fcVsock)}},
-		// What a guest frees goes back to the host by itself.
-		{"/balloon", object{"amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 0, "free_page_reporting": true}},
 	}, disks...)
+	if s.Balloon { // what a guest frees goes back to the host by itself
+		steps = append(steps, step{"/balloon", object{"amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 0, "free_page_reporting": true}})
+	}
 	if s.TapName != "" {
-		steps = append(steps, step{"/network-interfaces/eth0", object{"iface_id": "eth0", "host_dev_name": s.TapName, "guest_mac": s.MAC}})
+		device := object{"iface_id": fcNetwork, "host_dev_name": s.TapName, "guest_mac": s.MAC}
+		if s.Rates.Network > 0 {
+			device["rx_rate_limiter"], device["tx_rate_limiter"] = limiter(s.Rates.Network, 0), limiter(s.Rates.Network, 0)
+		}
+		steps = append(steps, step{"/network-interfaces/" + fcNetwork, device})
 	}
 	for _, p := range steps {
 		if err := v.call(ctx, http.MethodPut, p.path, p.body, nil); err != nil {
@@ -212,6 +221,17 @@ func (v *fcVM) boot(ctx context.Context, s *Spec, n fcStart) error {
 		os.Remove(filepath.Join(v.root, name))
 	}
 	return nil
+}
+
+// limiter is Firecracker's form of what a device may move in a second; 0: no bound, also where there was one before.
+func limiter(octets, requests int64) map[string]any {
+	bucket := func(n int64) map[string]int64 {
+		if n == 0 {
+			return map[string]int64{"size": 0, "refill_time": 0}
+		}
+		return map[string]int64{"size": n, "refill_time": 1000} // ms
+	}
+	return map[string]any{"bandwidth": bucket(octets), "ops": bucket(requests)}
 }
 
 func (v *fcVM) ID() string { return v.id }

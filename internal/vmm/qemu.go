@@ -111,6 +111,7 @@ type builder struct {
 	files []*os.File
 	own   []*os.File // closed when the monitor has them
 	sets  int        // of descriptors, by number
+	disks int        // devices, by number
 }
 
 func (b *builder) add(words ...string) { b.argv = append(b.argv, words...) }
@@ -120,6 +121,14 @@ func (b *builder) fd(f *os.File) int {
 	b.files = append(b.files, f)
 	return 2 + len(b.files)
 }
+
+// drive names the next disk's device.
+func (b *builder) drive() string {
+	b.disks++
+	return driveID(b.disks)
+}
+
+func driveID(n int) string { return "drive" + strconv.Itoa(n) }
 
 func (b *builder) listen(path string) (int, error) {
 	f, err := listenUnix(path)
@@ -166,7 +175,11 @@ func (q *QEMU) Create(ctx context.Context, s *Spec) (VM, error) {
 	}
 	b.close() // so that a QEMU which refuses its command line leaves nobody who listens
 	vm := &qemuVM{q: q, id: s.ID, dir: s.Dir, pid: pid, display: s.Display}
-	if err := vm.connect(ctx); err != nil {
+	err = vm.connect(ctx)
+	if err == nil {
+		err = vm.bound(ctx, b.disks, s.Rates)
+	}
+	if err != nil {
 		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
 		defer cancel()
 		said := saidBy(undo, q.warden, s.ID)
@@ -246,7 +259,7 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 		}
 		b.add("-add-fd", fmt.Sprintf("fd=%d,set=%d", b.fd(d.File), set),
 			"-blockdev", fmt.Sprintf("node-name=disk%d,driver=raw,%s,cache.direct=off,file.driver=file,file.filename=/dev/fdset/%d,file.locking=off", set, mode, set),
-			"-device", fmt.Sprintf("virtio-blk-%s,drive=disk%d,serial=%s", bus, set, d.Serial))
+			"-device", fmt.Sprintf("virtio-blk-%s,drive=disk%d,serial=%s,id=%s", bus, set, d.Serial, b.drive()))
 	}
 	if s.Tap != nil {
 		b.add("-netdev", fmt.Sprintf("tap,id=net,fd=%d", b.fd(s.Tap)), "-device", "virtio-net-"+bus+",netdev=net,mac="+s.MAC)
@@ -259,6 +272,12 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 		if s.Image == nil { // what others bring has no drivers for these; it has a tablet and the board's own keyboard
 			b.add("-device", "virtio-tablet-pci", "-device", "virtio-keyboard-pci")
 		}
+	}
+	if s.Balloon {
+		// The last device, so that the others have the places that they have without it. A page that was given back and is used again holds what
+		// it held at the begin: zeros, or in a clone what the template had there. A guest that counts on free pages staying as they are (that
+		// poisons them, or zeroes them at their end instead of their begin) gives none back where the device can't promise that.
+		b.add("-device", "virtio-balloon-"+bus+",free-page-reporting=on,deflate-on-oom=on,page-poison=off")
 	}
 	if s.Incoming {
 		b.add("-incoming", "defer")
@@ -340,6 +359,21 @@ func (v *qemuVM) connect(ctx context.Context) error {
 	v.mu.Lock()
 	v.ctl = c
 	v.mu.Unlock()
+	return nil
+}
+
+// bound bounds the machine's disks, all together. Room that it gives back is not counted.
+func (v *qemuVM) bound(ctx context.Context, disks int, r Rates) error {
+	if r.Disk == 0 && r.DiskOps == 0 {
+		return nil
+	}
+	for n := range disks {
+		err := v.do(ctx, "block_set_io_throttle", map[string]any{"id": driveID(n + 1), "group": "machine",
+			"bps": r.Disk, "bps_rd": 0, "bps_wr": 0, "iops": r.DiskOps, "iops_rd": 0, "iops_wr": 0}, nil)
+		if err != nil {
+			return err
+		}
+	}
 	return nil
 }
 

@@ -41,6 +41,8 @@ type Features struct {
 	Display bool `json:"display"`
 	// TapByName: the monitor opens a tap itself, so it has to be there without anybody holding it.
 	TapByName bool `json:"tap_by_name"`
+	// NetRates: the driver bounds the network device by itself.
+	NetRates bool `json:"net_rates"`
 	// ELF: no other image of a kernel is booted.
 	ELF bool              `json:"elf"`
 	Why map[string]string `json:"why,omitempty"`
@@ -54,11 +56,20 @@ type Disk struct {
 	Mapped   bool // read-only and part of the guest's memory, where the driver can: all machines share its pages
 }
 
+func (d Disk) memory() bool { return d.Mapped && d.ReadOnly }
+
 // Memory is where a machine's memory comes from.
 type Memory struct {
 	File    *os.File // of Spec.Memory octets; nil: anonymous
 	Private bool     // the machine's writes stay its own: a clone of what the file holds
 	Faults  bool     // of a private one: each page is fetched when it is first used (userfaultfd)
+}
+
+// Rates bound what a machine moves in a second; 0: no bound.
+type Rates struct {
+	Disk    int64 // octets that are read and written
+	DiskOps int64 // requests to disks
+	Network int64 // octets in each direction
 }
 
 // Spec of a machine.
@@ -73,6 +84,8 @@ type Spec struct {
 	CPUs    int
 	Memory  int64 // octets, a multiple of 2 MiB
 	Backing Memory
+	Balloon bool // a device by which pages that the guest frees go back to the host
+	Rates   Rates
 	Disks   []Disk
 	// Tap is a tap device's descriptor, TapName its name in Netns: a driver takes what it can use. Nil and empty: no network.
 	Tap      *os.File

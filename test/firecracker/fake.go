@@ -93,10 +93,14 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch r.Method + " " + part {
 	case "GET version":
 		answer(w, map[string]string{"firecracker_version": s.version})
+	case "GET vm": // of /vm/config: what it was told, by path; the real one has another form
+		answer(w, s.config)
 	case "GET ":
 		answer(w, map[string]string{"state": s.state, "app_name": "Firecracker", "vmm_version": s.version, "id": "fake"})
 	case "PUT machine-config", "PUT boot-source", "PUT drives", "PUT network-interfaces", "PUT vsock", "PUT entropy", "PUT balloon", "PUT pmem":
 		s.configure(w, part, id, r.URL.Path, body)
+	case "PATCH drives", "PATCH network-interfaces":
+		s.change(w, part, r.URL.Path, body)
 	case "PUT actions":
 		s.action(w, body)
 	case "PATCH vm":
@@ -154,6 +158,28 @@ func (s *server) configure(w http.ResponseWriter, part, id, path string, body []
 	}
 	if err := s.checkObject(part, id, o); err != nil {
 		fault(w, "%v", err)
+		return
+	}
+	s.config[path] = body
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// change is of a device of a machine that was started or loaded. A limiter that is given takes the place of the one that was.
+func (s *server) change(w http.ResponseWriter, part, path string, body []byte) {
+	var o map[string]any
+	if err := json.Unmarshal(body, &o); err != nil {
+		fault(w, "An error occurred when deserializing the json body of a request: %v.", err)
+		return
+	}
+	may := map[string]string{"drives": " drive_id path_on_host rate_limiter ", "network-interfaces": " iface_id rx_rate_limiter tx_rate_limiter "}[part]
+	for k := range o {
+		if !strings.Contains(may, " "+k+" ") {
+			fault(w, "An error occurred when deserializing the json body of a request: unknown field `%s`.", k)
+			return
+		}
+	}
+	if s.state == notStarted {
+		fault(w, errNotStarted)
 		return
 	}
 	s.config[path] = body

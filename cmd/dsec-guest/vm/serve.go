@@ -41,6 +41,7 @@ func run() error {
 		return err
 	}
 	loopbackUp()
+	reclaim()
 	m := &machine{keeperUp: make(chan struct{})}
 	if err := m.startKeeper(); err != nil {
 		return err

@@ -52,6 +52,10 @@ type Config struct {
 	// Faults has a clone's memory come page by page, as it is touched, instead of by a mapping; Mapped gives images as memory that all machines
 	// share instead of disks. Both are Firecracker's, and the second wants a kernel for guests that has them built in.
 	Faults, Mapped bool
+	// Rates bound each machine that is made from now on. Its network is counted in each direction.
+	Rates vmm.Rates
+	// Reclaim has guests look for pages of files that nobody has used for a while and give them up (DAMON), where their kernel can.
+	Reclaim bool
 }
 
 // Defaults of the uid range: above that of containers, in what systemd keeps free (its UIDS-GIDS.md).
@@ -121,6 +125,9 @@ func New(ctx context.Context, cfg Config, deps Deps) (*Backend, error) {
 	}
 	if cfg.Slots == 0 {
 		cfg.Slots = DefaultSlots
+	}
+	if err := checkRates(cfg.Rates); err != nil {
+		return fail(err)
 	}
 	if len(cfg.Warden) == 0 {
 		exe, err := os.Executable()
@@ -424,8 +431,9 @@ type handle struct {
 	Machine  string            `json:"machine,omitempty"` // its name, where that is not the sandbox's ID
 	Inside   sandbox.ID        `json:"inside,omitempty"`  // the ID that its guest knows the sandbox by, where that is another one
 	Lent     *container.Lent   `json:"lent,omitempty"`
-	Own      bool              `json:"own,omitempty"`  // boots an image of its own: no guest of ours
-	Mark     string            `json:"mark,omitempty"` // before the IDs of a fork's commands in its guest, which knows those of before
+	Balloon  bool              `json:"balloon,omitempty"` // it has that device
+	Own      bool              `json:"own,omitempty"`     // boots an image of its own: no guest of ours
+	Mark     string            `json:"mark,omitempty"`    // before the IDs of a fork's commands in its guest, which knows those of before
 	Laid     map[string]string `json:"laid,omitempty"`
 }
 

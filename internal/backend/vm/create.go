@@ -175,6 +175,7 @@ func (x *instance) make(ctx context.Context) (err error) {
 	}
 	x.undo.push("release the image", func(context.Context) error { b.flat.release(image); return nil })
 	x.h.Version, x.h.Layer, x.h.Disk, x.h.Memory = handleVersion, string(image), x.spec.Resources.Disk, machineMemory(x.spec.Resources.Memory)
+	x.h.Balloon = true // what was made and saved before there was one goes on without it
 	x.undo.push("remove the disk", func(context.Context) error { return b.disks.remove(x.name()) })
 	x.undo.push("remove the saved state", func(context.Context) error { return x.dropSaved() })
 	disk, err := b.disks.create(ctx, x.name(), x.spec.Resources.Disk)
@@ -230,6 +231,9 @@ func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.
 		disks = append(disks, layerDisks(v.Layer, f)...)
 	}
 	s := x.monitorSpec()
+	if b.cfg.Reclaim {
+		s.Append = vmm.ReclaimArgument
+	}
 	s.Kernel, s.Disks = b.kernel, append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk})
 	return s, nil
 }
@@ -239,7 +243,7 @@ func (x *instance) monitorSpec() *vmm.Spec {
 	b := x.b
 	s := &vmm.Spec{
 		ID: x.name(), Dir: x.dir(), UID: b.cfg.UIDBase + uint32(x.h.Slot), Machine: b.machine(), CPUs: b.processors(x.spec.Resources),
-		Display: b.hasScreen(), Memory: x.h.Memory, Store: b.store(x.name()),
+		Display: b.hasScreen(), Memory: x.h.Memory, Balloon: x.h.Balloon, Rates: b.cfg.Rates, Store: b.store(x.name()),
 		Group: vmm.Group{Memory: x.h.Memory + monitorMemory, CPU: x.spec.Resources.CPU, Weight: x.spec.Resources.CPUWeight, Pids: monitorPids},
 	}
 	if x.spec.BestEffort {

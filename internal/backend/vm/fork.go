@@ -253,7 +253,7 @@ func (x *instance) continueFrom(ctx context.Context, p *point) (err error) {
 	if err != nil {
 		return err
 	}
-	x.h = handle{Version: handleVersion, Slot: slot, Layer: p.from.Layer, Disk: p.from.Disk, Memory: p.from.Memory, Inside: p.inside, Mark: "f" + rand.Text()[:8] + ":", Laid: p.from.Laid, Template: "fork"}
+	x.h = handle{Version: handleVersion, Slot: slot, Layer: p.from.Layer, Disk: p.from.Disk, Memory: p.from.Memory, Inside: p.inside, Mark: "f" + rand.Text()[:8] + ":", Laid: p.from.Laid, Template: "fork", Balloon: p.from.Balloon}
 	b.flat.hold(p.image)
 	x.remains()
 	files, err := b.layers.Files(ctx, p.image)

@@ -2,6 +2,7 @@ package vm
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -34,6 +35,7 @@ const (
 	guestAddress = "169.254.100.2/30"
 	guestGateway = "169.254.100.1"
 	tapName      = "dsec-tap"
+	outName      = "eth0" // the namespace's own way out
 )
 
 func (b *Backend) noNetworkOpen() string {
@@ -65,13 +67,26 @@ func (x *instance) openNetwork(ctx context.Context) (*way, error) {
 		x.h.Lent = &l
 		// The device goes with the namespace, and that with the monitor: this is undone after the machine's end.
 		x.undo.push("take back the network", func(ctx context.Context) error { return x.b.net.TakeBack(ctx, x.id, l) })
-		err = inNamespace(w.ns, hideBehind)
+		err = inNamespace(w.ns, func() error {
+			if err := hideBehind(); err != nil {
+				return err
+			}
+			return x.b.boundNetwork()
+		})
 	}
 	if err != nil {
 		w.close()
 		return nil, fmt.Errorf("network open: %w", err)
 	}
 	return w, nil
+}
+
+// boundNetwork bounds what goes through the thread's namespace to the machine and from it.
+func (b *Backend) boundNetwork() error {
+	if b.cfg.Rates.Network == 0 || b.driver.Features().NetRates {
+		return nil
+	}
+	return errors.Join(boundDevice(tapName, b.cfg.Rates.Network), boundDevice(outName, b.cfg.Rates.Network))
 }
 
 // into gives a machine the way.
@@ -187,7 +202,7 @@ func hideBehind() error {
 	}
 	t := c.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "dsec"})
 	post := c.AddChain(&nftables.Chain{Name: "post", Table: t, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource})
-	out := append([]byte("eth0"), make([]byte, 12)...)
+	out := append([]byte(outName), make([]byte, 16-len(outName))...)
 	c.AddRule(&nftables.Rule{Table: t, Chain: post, Exprs: []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: out}, &expr.Masq{}}})
 	// The machine reaches what lies outside, nothing of the namespace itself.

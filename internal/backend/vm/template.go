@@ -67,8 +67,8 @@ func (t *templates) keyOf(s *vmm.Spec, image layer.ID) string {
 	f := t.b.driver.Features()
 	var u unix.Utsname
 	unix.Uname(&u)
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s %s|%s|%s|%d %d|%s|%s", f.Driver, f.Version, f.Accelerator, s.Machine, s.Kernel.Sum, s.CPUs, s.Memory, image,
-		unix.ByteSliceToString(u.Release[:])))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s %s|%s|%s|%d %d|%s|%s|%v %s", f.Driver, f.Version, f.Accelerator, s.Machine, s.Kernel.Sum, s.CPUs, s.Memory, image,
+		unix.ByteSliceToString(u.Release[:]), s.Balloon, s.Append))
 	return hex.EncodeToString(sum[:12])
 }
 
@@ -235,7 +235,7 @@ func (t *templates) make(ctx context.Context, key string, like *vmm.Spec, image 
 	s := *like
 	s.ID, s.Dir, s.UID, s.Deadline = id, dir, b.cfg.UIDBase+uint32(slot), time.Now().Add(birthBound+time.Minute)
 	s.Disks = append(append([]vmm.Disk{}, like.Disks[:last]...), vmm.Disk{Serial: "upper", File: disk})
-	s.Group.CPU = 0
+	s.Group.CPU, s.Rates = 0, vmm.Rates{}
 	s.Store = b.store(id)
 	defer os.RemoveAll(s.Store)
 	if s.TapName != "" {
