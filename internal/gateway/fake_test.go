@@ -54,6 +54,7 @@ type fakeHost struct {
 	creates  int
 	started  map[string]int // commands by id, how often they ran
 	files    map[string][]byte
+	reads    int // of files, that began
 	begun    int // writes that sent a message
 	broken   int // and broke off
 	dials    map[uint16]string
@@ -342,6 +343,7 @@ func (s fakeLogs) Read(ctx context.Context, r *connect.Request[dsecv1.ReadLogReq
 
 func (s fakeFiles) Read(ctx context.Context, r *connect.Request[dsecv1.ReadRequest], out *connect.ServerStream[dsecv1.ReadResponse]) error {
 	s.h.mu.Lock()
+	s.h.reads++
 	b, ok := s.h.files[r.Msg.At.Path+string(r.Msg.At.PathRaw)]
 	s.h.mu.Unlock()
 	if !ok {
@@ -497,7 +499,7 @@ func newCluster(t testing.TB, n int) *cluster {
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewTextHandler(&locked{b: c.log}, nil))
-	m, err := monitor.New(monitor.Config{Hosts: addrs, Peer: rpc.PeerConfig{Token: token}, Interval: 10 * time.Millisecond, Misses: 50}, log)
+	m, err := monitor.New(monitor.Config{Hosts: addrs, Peer: rpc.PeerConfig{Token: token}, Interval: 10 * time.Millisecond, Misses: 150}, log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -511,7 +513,6 @@ func newCluster(t testing.TB, n int) *cluster {
 		t.Fatal(err)
 	}
 	c.g = g
-	g.askTime = 500 * time.Millisecond
 	srv := httptest.NewServer(g.Handler())
 	t.Cleanup(srv.Close)
 	c.url = srv.URL

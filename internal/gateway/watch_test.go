@@ -285,15 +285,16 @@ func TestStalledBodiesEnd(t *testing.T) {
 	}
 	defer slow.Close()
 	fmt.Fprintf(slow, "GET /v1/files/%s?path=/big HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-API-Key: %s\r\n\r\n", sb.Id, c.key)
-	open := func(n int) func() bool {
-		return func() bool {
-			c.g.watch.mu.Lock()
-			defer c.g.watch.mu.Unlock()
-			return len(c.g.watch.open) == n
-		}
-	}
-	eventually(t, "the reader is served", open(1))
-	eventually(t, "the reader that stalls is ended", open(0))
+	eventually(t, "the reader is served", func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return h.reads == 1
+	})
+	eventually(t, "the reader that stalls is ended", func() bool {
+		c.g.watch.mu.Lock()
+		defer c.g.watch.mu.Unlock()
+		return len(c.g.watch.open) == 0
+	})
 	if n, _ := io.Copy(io.Discard, slow); n >= 64<<20 {
 		t.Errorf("a reader that stalls got all %d octets", n)
 	}
