@@ -63,6 +63,20 @@ func (h *house) callProcesses() (pids []string) {
 	return pids
 }
 
+// wake ends the sleep of so long that a call is in.
+func (h *house) wake(long string) {
+	h.t.Helper()
+	for _, pid := range h.callProcesses() {
+		if b, _ := os.ReadFile("/proc/" + pid + "/cmdline"); string(b) == "sleep\x00"+long+"\x00" {
+			if err := exec.Command("kill", pid).Run(); err != nil {
+				h.t.Fatal(err)
+			}
+			return
+		}
+	}
+	h.t.Fatalf("no call sleeps for %s s", long)
+}
+
 func (h *house) noProcesses() {
 	h.t.Helper()
 	for end := time.Now().Add(longest); ; time.Sleep(10 * time.Millisecond) {
@@ -395,7 +409,11 @@ func TestStandbysOfACardTakenWhole(t *testing.T) {
 	}
 	h.waiting(4)
 	ended := make(chan *CallEnd, 1)
-	go func() { ended <- h.call(call("a", "mine", "sleep 2", true)) }()
+	go func() {
+		r := call("a", "mine", "sleep 6464; exit 0", true)
+		r.Wall = longest
+		ended <- h.call(r)
+	}()
 	h.waiting(2) // those of the other card and of none
 	for _, c := range []struct{ card, env string }{{"b", "mine"}, {"", "none"}} {
 		ahead(call(c.card, c.env, "exit 0", false), true)
@@ -406,6 +424,7 @@ func TestStandbysOfACardTakenWhole(t *testing.T) {
 		t.Fatalf("it was over before it was looked at: %+v", e)
 	default:
 	}
+	h.wake("6464")
 	if e := <-ended; !e.Ahead || e.Code != 0 {
 		t.Errorf("what waited for a call of its kind: %+v", e)
 	}

@@ -77,7 +77,7 @@ func TestOutputHeldAndTimeout(t *testing.T) {
 		}
 	}
 	c := sh(`echo a; setsid sh -c 'trap "" TERM; sleep 400' & sleep 400`)
-	c.Timeout = 300 * time.Millisecond
+	c.Timeout = 3 * time.Second // enough to come to its last sleep
 	r := h.run(id, c)
 	if r.outcome.Kind != sandbox.TimedOut || string(r.out) != "a\n" {
 		t.Errorf("%q %+v", r.out, r.outcome)
@@ -93,7 +93,7 @@ func TestOutputHeldAndTimeout(t *testing.T) {
 func TestLateOutput(t *testing.T) {
 	h := open(t)
 	id := h.create()
-	r := h.run(id, sh("(sleep 1; echo late) & echo now"))
+	r := h.run(id, sh("(sleep 2; echo late) & echo now"))
 	if string(r.out) != "now\n" || !r.outcome.OutputOpen {
 		t.Fatalf("%q %+v", r.out, r.outcome)
 	}
@@ -128,7 +128,7 @@ func TestStandardStreams(t *testing.T) {
 			t.Errorf("%s: %q %q", user, r.out, r.err)
 		}
 	}
-	c := sh("stty size; echo $TERM >/dev/null; sleep 1; stty size")
+	c := sh("stty size; echo $TERM >/dev/null; until stty size | grep -q '50 120'; do sleep 0.1; done; stty size")
 	c.Terminal = &sandbox.Size{Rows: 40, Cols: 100}
 	c.ID = "tty"
 	fill(c)
@@ -249,8 +249,8 @@ func TestFreezeStopsClocks(t *testing.T) {
 	h := open(t)
 	id := h.create()
 	ctx := within(t)
-	c := sh("sleep 0.6; echo done")
-	c.ID, c.Timeout = "slow", 1500*time.Millisecond
+	c := sh("sleep 2; echo done")
+	c.ID, c.Timeout = "slow", 3*time.Second
 	fill(c)
 	if err := h.c.Start(ctx, id, c); err != nil {
 		t.Fatal(err)
@@ -261,7 +261,7 @@ func TestFreezeStopsClocks(t *testing.T) {
 	if err := h.c.Start(ctx, id, &sandbox.Command{ID: "no", Argv: []string{"/bin/true"}, Cwd: "/"}); !errors.Is(err, sandbox.ErrState) {
 		t.Errorf("start while frozen: %v", err)
 	}
-	time.Sleep(2 * time.Second)
+	time.Sleep(c.Timeout + 200*time.Millisecond)
 	if h.rec.get(id, "slow").outcome != nil {
 		t.Error("it ran on")
 	}
@@ -351,7 +351,7 @@ func TestSessions(t *testing.T) {
 		}
 	}
 	// A timeout kills what the command started, not the session nor what was there.
-	r := h.run(id, &sandbox.Command{Session: "s", Text: "echo a; setsid sleep 500; echo b", Timeout: 300 * time.Millisecond})
+	r := h.run(id, &sandbox.Command{Session: "s", Text: "echo a; setsid sleep 500; echo b", Timeout: 3 * time.Second})
 	if r.outcome.Kind != sandbox.TimedOut || r.outcome.SessionEnd || !strings.HasPrefix(string(r.out), "a\n") {
 		t.Errorf("%q %+v", r.out, r.outcome)
 	}

@@ -13,7 +13,7 @@ import (
 func TestLonelyKeeperEnds(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
-	h := &house{t: t, dir: dir, rec: newRecorder(), cfg: Config{Dir: filepath.Join(dir, "run"), Lonely: time.Second,
+	h := &house{t: t, dir: dir, rec: newRecorder(), cfg: Config{Dir: filepath.Join(dir, "run"), Lonely: 2 * time.Second, // so long may the test take to come back to it
 		Instance: fmt.Sprintf("t%dx%d", os.Getpid(), instances.Add(1))}}
 	if err := Spawn(within(t), "/proc/self/exe", []string{"keeper"}, h.cfg); err != nil {
 		t.Fatal(err)
@@ -38,13 +38,13 @@ func TestLonelyKeeperEnds(t *testing.T) {
 	if err := h.c.Deliver(within(t)); err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(2 * time.Second)
+	time.Sleep(h.cfg.Lonely + time.Second)
 	if ended() {
 		t.Fatal("it ended under its host")
 	}
 	id := h.create()
 	h.c.Close()
-	time.Sleep(2 * time.Second)
+	time.Sleep(h.cfg.Lonely + time.Second)
 	if ended() {
 		t.Fatal("it ended with a sandbox")
 	}

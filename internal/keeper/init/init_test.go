@@ -329,9 +329,9 @@ func TestTerminal(t *testing.T) {
 		p.master.Close()
 	}
 	p := b.start(wire.Start{Flags: wire.StartTerminal, Argv: []string{"stty", "size"}}, -1)
-	buf := make([]byte, 100)
-	if n, _ := p.master.Read(buf); string(buf[:n]) != "24 80\r\n" {
-		t.Errorf("size where none was given: %q", buf[:n])
+	p.master.SetReadDeadline(time.Now().Add(longest))
+	if text, _ := io.ReadAll(p.master); string(text) != "24 80\r\n" { // it ends with EIO
+		t.Errorf("size where none was given: %q", text)
 	}
 	b.wait(p.exited)
 }
@@ -348,11 +348,10 @@ func TestCgroup(t *testing.T) {
 	cmd := filepath.Join(dir, "cmd-1")
 	os.Mkdir(cmd, 0o755)
 	t.Cleanup(func() {
-		for range 100 {
+		for end := time.Now().Add(longest); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 			if os.Remove(cmd); os.Remove(dir) == nil {
 				return
 			}
-			time.Sleep(10 * time.Millisecond)
 		}
 		t.Errorf("%s stays", dir)
 	})
@@ -551,7 +550,7 @@ int main(void) { return ioctl(0, 0xc028660ful, 0) < 0 ? errno : 0; }
 		t.Fatalf("%+v, listener %d", p.failed, p.listener)
 	}
 	defer unix.Close(p.listener)
-	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(p.listener), Events: unix.POLLIN}}, int(longest/time.Millisecond)); n != 1 {
+	if n, err := poll(p.listener); n != 1 {
 		t.Fatalf("%d, %v", n, err)
 	}
 	var req [80]byte // seccomp_notif: id, pid, flags, data
@@ -577,10 +576,20 @@ func TestStreamEndEndsTheSandbox(t *testing.T) {
 	b := newBox(t, tree(t), nil)
 	p := b.start(wire.Start{Argv: []string{"sleep", "1000"}}, -1)
 	b.conn.Close()
-	fds := []unix.PollFd{{Fd: int32(p.pidfd), Events: unix.POLLIN}}
-	if n, err := unix.Poll(fds, int(longest/time.Millisecond)); n != 1 {
+	if n, err := poll(p.pidfd); n != 1 {
 		t.Errorf("the command outlived the stream: %d, %v", n, err)
 	}
+}
+
+// poll waits until the descriptor can be read. The runtime's own signals may interrupt the call.
+func poll(fd int) (n int, err error) {
+	for end := time.Now().Add(longest); time.Now().Before(end); {
+		n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(time.Until(end).Milliseconds())+1)
+		if err != unix.EINTR {
+			break
+		}
+	}
+	return n, err
 }
 
 func TestResidentMemory(t *testing.T) {
