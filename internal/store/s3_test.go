@@ -322,7 +322,7 @@ func TestS3ADeadServerEndsReads(t *testing.T) {
 	cfg := s3Config(t, url)
 	s := newS3(t, cfg)
 	put(t, s, "a", string(storetest.Random(1, 1<<20)))
-	cfg.Timeout, cfg.Retries = 50*time.Millisecond, 1
+	cfg.Timeout, cfg.Retries = 2*time.Second, 1 // of which the living server needs a little
 	s = newS3(t, cfg)
 	r, err := s.Open(t.Context(), "a")
 	if err != nil {

@@ -108,7 +108,7 @@ func TestKill(t *testing.T) {
 // TestConcurrent appends from many callers while Run seals, others follow, and trajectories come and go.
 func TestConcurrent(t *testing.T) {
 	l := open(t, small(t.TempDir()))
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	run := make(chan error, 1)
 	stop, end := context.WithCancel(ctx)
 	go func() { run <- l.Run(stop) }()

@@ -209,7 +209,7 @@ func FuzzHostileGuest(f *testing.F) {
 			far.Write(b)
 			far.Close()
 		}()
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		s, err := mux.Host(ctx, c)
 		if err != nil {
