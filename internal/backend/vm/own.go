@@ -18,6 +18,7 @@ import (
 
 	"github.com/dsec-dev/dsec/internal/keeper"
 	"github.com/dsec-dev/dsec/internal/layer"
+	"github.com/dsec-dev/dsec/internal/layer/erofs"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/vmm"
 )
@@ -149,7 +150,9 @@ func (b *Backend) openOwn(ctx context.Context, layers []string) (*OwnImage, ownL
 		return err
 	}
 	top := layers[len(layers)-1]
-	if err := mount(top); err != nil {
+	if err := mount(top); errors.Is(err, unix.ENODEV) { // this kernel has no EROFS, which a guest mounts by its own
+		return nil, nil, b.unmarked(ctx, top)
+	} else if err != nil {
 		return nil, nil, err
 	}
 	f, err := list.open(OwnFile)
@@ -175,6 +178,24 @@ func (b *Backend) openOwn(ctx context.Context, layers []string) (*OwnImage, ownL
 		return nil, nil, err
 	}
 	return m, list, nil
+}
+
+// unmarked says, without a mount, that a layer is not the image of a machine: the files of one could not be opened here.
+func (b *Backend) unmarked(ctx context.Context, id string) error {
+	f, err := b.layers.Files(ctx, layer.ID(id))
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	im, err := erofs.Open(f.Meta, nil) // names alone are read
+	if err != nil {
+		return fmt.Errorf("layer %s: %w", id, err)
+	}
+	if im.Root.Children[OwnFile] != nil {
+		return fmt.Errorf("the environment is the image of a machine (%s), whose files are read through EROFS, and the host's kernel has none: %w", OwnFile, sandbox.ErrUnsupported)
+	}
+	b.owns.not(id)
+	return nil
 }
 
 // open opens the files of the image, for the machine.
