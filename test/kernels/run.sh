@@ -2,17 +2,17 @@
 # Runs the container backend's tests on Debian's own kernels, each in a QEMU machine (TCG: no KVM is needed) whose only cgroup
 # hierarchy is v2, with memory, pids and cpu enabled, as on a host that Debian installs.
 #
-#   test/kernels/run.sh [-k "bookworm trixie backports"] [-t "container keeper upper ..."] [-r regexp] [-m MiB] [-c cpus]
+#   test/kernels/run.sh [-k "bookworm trixie backports"] [-t "container keeper upper ..."] [-r regexp] [-m MiB] [-c cpus] [-x module]
 #
-# -k kernels (bookworm 6.1, trixie 6.12, backports whatever is newest), -t test programs, -r passed to -test.run. Packages are taken by
+# -k kernels (bookworm 6.1, trixie 6.12, backports whatever is newest), -t test programs, -r passed to -test.run, -x a module that is left out. Packages are taken by
 # apt from Debian's mirror into a folder of their own; nothing is installed over this machine's kernel. What was fetched and built is
 # kept in ${DSEC_KERNELS:-~/.cache/dsec/kernels}. Needs root (the root file system has devices and owners). Exits 1 when a test failed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-kernels="bookworm trixie backports" tests="" filter="" memory=3072 cpus=2
-while getopts k:t:r:m:c: o; do
-  case $o in k) kernels=$OPTARG ;; t) tests=$OPTARG ;; r) filter=$OPTARG ;; m) memory=$OPTARG ;; c) cpus=$OPTARG ;; *) exit 2 ;; esac
+kernels="bookworm trixie backports" tests="" filter="" memory=3072 cpus=2 without=""
+while getopts k:t:r:m:c:x: o; do
+  case $o in x) without=$OPTARG ;; k) kernels=$OPTARG ;; t) tests=$OPTARG ;; r) filter=$OPTARG ;; m) memory=$OPTARG ;; c) cpus=$OPTARG ;; *) exit 2 ;; esac
 done
 cache=${DSEC_KERNELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dsec/kernels}
 mkdir -p "$cache"
@@ -42,6 +42,7 @@ second() { # kernel
   local dir="$work/second-$1" release name package seconds
   mkdir -p "$dir/tests" "$dir/modules"
   release=$(ls "$cache/$1/modules"); cp -a "$cache/$1/modules/$release" "$dir/modules/"
+  [ -z "$without" ] || find "$dir/modules" -name "$without.ko*" -delete
   : >"$dir/plan"
   while read -r name package seconds; do
     [ -z "$tests" ] || [[ " $tests " == *" $name "* ]] || continue
@@ -75,8 +76,9 @@ for k in $kernels; do
   initramfs "$k"
   second "$k"
   echo "== $k"
+  out=$cache/out/$k${without:+-without-$without}
   boot "$k" || fail=1
-  log="$cache/out/$k"
+  log=$out
   while read -r name _; do
     [ -z "$tests" ] || [[ " $tests " == *" $name "* ]] || continue
     line=$(grep -a "^kernels: $name " "$log/console.log" || true)

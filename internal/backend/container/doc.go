@@ -12,7 +12,8 @@
 //   - Events for a sandbox that this process has not taken back yet are refused, and so kept by the keeper, until Sweep said that
 //     there are no more to come.
 //   - A keeper that died took its sandboxes with it: each is reported as ended, its remains go when it is destroyed.
+//   - A layer's folder, where layers are unpacked, stays while the layer is mounted or a living sandbox has it.
 //
-// Lock order: Backend.mu, then instance.mu; layerMounts.mu and slots.mu are leaves. No call to the keeper, the pool or a sink under
-// any of them.
+// Lock order: unpacked.mu, then Backend.mu, then instance.mu; layerMounts.mu and slots.mu are leaves. No call to the keeper, the pool or a
+// sink, and no I/O, under any of them.
 package container

@@ -254,6 +254,9 @@ func (d *doctor) onDemand() {
 	if err == nil && !resend {
 		good = "made a FUSE file system; reads that are under way when its daemon is killed fail (kernels from 6.9 on ask again)"
 	}
+	if d.noErofs != nil {
+		good += "; not used while layers are unpacked"
+	}
 	d.tried("layers on demand (FUSE)", false, err, good, "load the module fuse; without it layers that are not local are fetched whole")
 }
 

@@ -32,7 +32,12 @@ import (
 )
 
 // everyType is a tar of files of every type, with what a tar can say of them.
-func everyType() []byte {
+func everyType() []byte { return types(map[string]string{"SCHILY.xattr.user.note": "kept"}) }
+
+// memoryTypes is the same for disks in memory, which have no attributes of users before 6.6.
+func memoryTypes() []byte { return types(map[string]string{}) }
+
+func types(attributes map[string]string) []byte {
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
 	add := func(h *tar.Header, text string) {
@@ -42,7 +47,8 @@ func everyType() []byte {
 			panic(err)
 		}
 	}
-	setsNetBind := string([]byte{1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+	attributes["SCHILY.xattr.security.capability"] = string([]byte{1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}) // net_bind
+	attributes["SCHILY.xattr.trusted.mark"] = "kept too"
 	sparse := "head" + strings.Repeat("\x00", 300<<10) + "tail"
 	for _, f := range []struct {
 		h    tar.Header
@@ -52,8 +58,7 @@ func everyType() []byte {
 		{h: tar.Header{Name: "every/file", Mode: 0o4755, Uid: 1000, Gid: 1001}, text: "a file\n"},
 		{h: tar.Header{Name: "every/group", Mode: 0o2711, Gid: 42}, text: "setgid\n"},
 		{h: tar.Header{Name: "every/hard", Typeflag: tar.TypeLink, Linkname: "every/file"}},
-		{h: tar.Header{Name: "every/able", Mode: 0o755, PAXRecords: map[string]string{
-			"SCHILY.xattr.security.capability": setsNetBind, "SCHILY.xattr.user.note": "kept", "SCHILY.xattr.trusted.mark": "kept too"}}, text: "able\n"},
+		{h: tar.Header{Name: "every/able", Mode: 0o755, PAXRecords: attributes}, text: "able\n"},
 		{h: tar.Header{Name: "every/link", Typeflag: tar.TypeSymlink, Linkname: "../nowhere", Uid: 5}},
 		{h: tar.Header{Name: "every/pipe", Typeflag: tar.TypeFifo, Mode: 0o640}},
 		{h: tar.Header{Name: "every/null", Typeflag: tar.TypeChar, Mode: 0o666, Devmajor: 1, Devminor: 3}},
@@ -332,7 +337,7 @@ func memoryDisk(t testing.TB, size string) string {
 // A disk without room is told with what it takes, before anything is written, and when it becomes full on the way nothing is left.
 func TestUnpackOnAFullDisk(t *testing.T) {
 	needRoot(t)
-	s, ids := newShelf(t, t.TempDir(), everyType())
+	s, ids := newShelf(t, t.TempDir(), memoryTypes())
 	small := openUnpacked(t, memoryDisk(t, "1m"), 1<<30, s)
 	if _, err := small.Files(t.Context(), layer.ID(ids[0])); !errors.Is(err, unix.ENOSPC) || !errors.Is(err, sandbox.ErrExhausted) || !strings.Contains(err.Error(), "takes about 1 MiB") {
 		t.Errorf("no room: %v", err)
@@ -448,7 +453,7 @@ func TestUnpackIsKilledAtEveryStep(t *testing.T) {
 		return
 	}
 	dir := memoryDisk(t, "300m")
-	s, ids := newShelf(t, dir, everyType())
+	s, ids := newShelf(t, dir, memoryTypes())
 	at := filepath.Join(dir, "unpacked")
 	u := openUnpacked(t, filepath.Join(dir, "whole"), 1<<30, s)
 	want := folderOf(t, u, ids[0])
@@ -499,7 +504,7 @@ func folderOf(t testing.TB, u *unpacked, id string) []string {
 
 func dieUnpacking(t *testing.T, dir, step string) {
 	left, _ := strconv.Atoi(step)
-	s, ids := newShelf(t, dir, everyType())
+	s, ids := newShelf(t, dir, memoryTypes())
 	u := openUnpacked(t, filepath.Join(dir, "unpacked"), 1<<30, s)
 	u.step = func(string) {
 		if left--; left == 0 {
