@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -175,17 +176,19 @@ func TestCallFloods(t *testing.T) {
 		limits     *dsecv1.CallLimits
 		verdict    string
 		check      func(r *dsecv1.CallResult) bool
+		sometimes  bool // what is checked must be true of one alone: so short a time may end before it on a busy machine
 	}{
 		{"fork bomb", "#include <unistd.h>\nint main(void){for(;;)fork();}", &dsecv1.CallLimits{WallMs: 150, CpuMs: 5000}, "TLE",
-			func(r *dsecv1.CallResult) bool { return r.ProcessesHit && r.Leftover > 0 }},
+			func(r *dsecv1.CallResult) bool { return r.ProcessesHit && r.Leftover > 0 }, true},
 		{"thread bomb", "#include <pthread.h>\n#include <unistd.h>\nvoid*f(void*a){pause();return 0;}\nint main(void){pthread_t t;for(;;)if(pthread_create(&t,0,f,0))usleep(1000);}", &dsecv1.CallLimits{WallMs: 150, CpuMs: 5000}, "TLE",
-			func(r *dsecv1.CallResult) bool { return r.ProcessesHit }},
+			func(r *dsecv1.CallResult) bool { return r.ProcessesHit }, true},
 		{"output flood", "#include <unistd.h>\nint main(void){static char b[65536];if(!fork())for(;;)write(2,b,sizeof b);for(;;)write(1,b,sizeof b);}", &dsecv1.CallLimits{WallMs: 20_000}, "OLE",
 			func(r *dsecv1.CallResult) bool {
 				return len(r.StdoutRaw)+len(r.Stdout)+len(r.StderrRaw)+len(r.Stderr) <= 2<<20
-			}},
-		{"ordinary", "#include <stdio.h>\nint main(void){puts(\"fine\");return 0;}", nil, "OK", func(r *dsecv1.CallResult) bool { return r.Stdout == "fine\n" }},
+			}, false},
+		{"ordinary", "#include <stdio.h>\nint main(void){puts(\"fine\");return 0;}", nil, "OK", func(r *dsecv1.CallResult) bool { return r.Stdout == "fine\n" }, false},
 	}
+	seen := make([]atomic.Bool, len(kinds))
 	var wg sync.WaitGroup
 	for i := range n {
 		k := &kinds[i%len(kinds)]
@@ -197,11 +200,21 @@ func TestCallFloods(t *testing.T) {
 				t.Errorf("%s: %v", k.name, client.Wrap(err))
 				return
 			}
-			if r := res.Msg.Result; r == nil || r.Verdict != k.verdict || !k.check(r) {
+			r := res.Msg.Result
+			if r == nil || r.Verdict != k.verdict || !k.check(r) && !k.sometimes {
 				t.Errorf("%s: %.400s", k.name, fmt.Sprint(res.Msg))
+				return
+			}
+			if k.check(r) {
+				seen[i%len(kinds)].Store(true)
 			}
 		})
 	}
 	wg.Wait()
+	for i := range kinds {
+		if !seen[i].Load() {
+			t.Errorf("%s: what its limit does was never seen", kinds[i].name)
+		}
+	}
 	must(t, s.idle())
 }

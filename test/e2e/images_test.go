@@ -208,6 +208,9 @@ func TestHostAndBlobDaemonKilledDuringARead(t *testing.T) {
 	}
 	time.Sleep(300 * time.Millisecond)
 	daemon := s.blobd()
+	if daemon == 0 {
+		t.Fatal("no blob daemon lives")
+	}
 	s.kill()
 	syscall.Kill(daemon, syscall.SIGKILL)
 	time.Sleep(200 * time.Millisecond)
