@@ -200,9 +200,9 @@ func TestCallPair(t *testing.T) {
 		name, a, b string
 		want       CallPairEnd
 	}{
-		{"talk", "read x; echo got $x; read y; exit $y", "echo hi; read x; test \"$x\" = 'got hi' || exit 9; echo 4; cat >/dev/null; sleep 0.2", CallPairEnd{A: CallEnd{Code: 4}}},
+		{"talk", "read x; echo got $x; read y; exit $y", "echo hi; read x; test \"$x\" = 'got hi' || exit 9; echo 4; cat >/dev/null; sleep 1", CallPairEnd{A: CallEnd{Code: 4}}},
 		{"an early end is seen", "exec 1>&-; sleep 1.5; exit 3", "cat; exit 5", CallPairEnd{A: CallEnd{Code: 3}, B: CallEnd{Code: 5}, First: 1}},
-		{"SIGPIPE", "exit 0", "sleep 0.1; while :; do echo x || exit 7; done", CallPairEnd{B: CallEnd{Signal: int(unix.SIGPIPE)}}},
+		{"SIGPIPE", "exit 0", "sleep 1; while :; do echo x || exit 7; done", CallPairEnd{B: CallEnd{Signal: int(unix.SIGPIPE)}}},
 	} {
 		e, _, err := h.c.CallPair(within(t), &CallPair{A: *h.newCall("sh", "-c", c.a), B: *h.newCall("sh", "-c", c.b)})
 		if err != nil {

@@ -247,7 +247,8 @@ func TestCallPairs(t *testing.T) {
 	s := fncalls(t)
 	c := s.client()
 	guess := "#include <cstdio>\nint main(){int lo=1,hi=1000;char r[8];while(1){int m=(lo+hi)/2;printf(\"%d\\n\",m);fflush(stdout);if(scanf(\"%7s\",r)!=1)return 4;if(r[0]=='=')return 0;if(r[0]=='<')hi=m-1;else lo=m+1;}}"
-	host := "import sys\nn=0\nfor line in sys.stdin:\n  n+=1; x=int(line)\n  print('=' if x==729 else '<' if x>729 else '>', flush=True)\n  if x==729: sys.exit(0 if n<=10 else 1)\nsys.exit(2)"
+	// Who ends because the other has takes half a second for it: of two ends within a moment either may be told as the first.
+	host := "import sys, time\nn=0\nfor line in sys.stdin:\n  n+=1; x=int(line)\n  print('=' if x==729 else '<' if x>729 else '>', flush=True)\n  if x==729: sys.exit(0 if n<=10 else 1)\ntime.sleep(0.5)\nsys.exit(2)"
 	for _, k := range []struct {
 		name                string
 		program, interactor client.Call
@@ -256,12 +257,12 @@ func TestCallPairs(t *testing.T) {
 	}{
 		{"solved", client.Call{Lang: "cpp", Code: guess}, client.Call{Lang: "python", Code: host}, "OK", "OK", ""},
 		{"the program gives up", client.Call{Lang: "python", Code: "import sys; sys.exit(5)"}, client.Call{Lang: "python", Code: host}, "RE", "RE", "program"},
-		{"the interactor does", client.Call{Lang: "python", Code: "import time; time.sleep(0.5); print(input())"}, client.Call{Lang: "python", Code: "import sys; sys.exit(1)"}, "RE", "RE", "interactor"},
+		{"the interactor does", client.Call{Lang: "python", Code: "import time\ntry: input()\nfinally: time.sleep(0.5)"}, client.Call{Lang: "python", Code: "import sys; sys.exit(1)"}, "RE", "RE", "interactor"},
 		{"both wait", client.Call{Lang: "python", Code: "input()", Limits: &dsecv1.CallLimits{WallMs: 1000}}, client.Call{Lang: "python", Code: "input()", Limits: &dsecv1.CallLimits{WallMs: 20_000}}, "TLE", "RE", "program"},
-		{"a flood that nobody reads", client.Call{Lang: "python", Code: "while True: print('x'*1000)", Limits: &dsecv1.CallLimits{WallMs: 20_000}}, client.Call{Lang: "python", Code: "import time; time.sleep(0.3)"}, "", "OK", "interactor"},
+		{"a flood that nobody reads", client.Call{Lang: "python", Code: "import time\ntry:\n  while True: print('x'*1000)\nfinally: time.sleep(0.5)", Limits: &dsecv1.CallLimits{WallMs: 20_000}}, client.Call{Lang: "python", Code: "import time; time.sleep(0.3)"}, "", "OK", "interactor"},
 		{"a crash", client.Call{Lang: "c", Code: "int main(void){return *(volatile int*)0;}"}, client.Call{Lang: "python", Code: host}, "SIG", "RE", "program"},
-		{"memory", client.Call{Lang: "python", Code: "a=[]\nwhile True: a.append('x'*1000000)", Limits: &dsecv1.CallLimits{Memory: 64 << 20}}, client.Call{Lang: "bash", Code: "cat"}, "MLE", "OK", "program"},
-		{"another architecture", client.Call{Lang: "c", Code: "#include <unistd.h>\nint main(void){return syscall(0x40000000|39)>0;}"}, client.Call{Lang: "bash", Code: "cat"}, "SEC", "OK", "program"},
+		{"memory", client.Call{Lang: "python", Code: "a=[]\nwhile True: a.append('x'*1000000)", Limits: &dsecv1.CallLimits{Memory: 64 << 20}}, client.Call{Lang: "bash", Code: "cat; sleep 0.5"}, "MLE", "OK", "program"},
+		{"another architecture", client.Call{Lang: "c", Code: "#include <unistd.h>\nint main(void){return syscall(0x40000000|39)>0;}"}, client.Call{Lang: "bash", Code: "cat; sleep 0.5"}, "SEC", "OK", "program"},
 	} {
 		a, err := c.FnCallPair(within(t), k.program, k.interactor)
 		if err != nil || a.Program == nil || a.Interactor == nil {
