@@ -13,7 +13,7 @@ step vet go vet ./...
 unformatted=$(git ls-files '*.go' | grep -v -E '\.pb\.go$|\.connect\.go$' | xargs -r gofmt -l)
 [ -z "$unformatted" ] || { echo "gofmt would change: $unformatted"; fail=1; }
 # -p 1: two cores, and the packages that use the kernel measure what they leave behind.
-limit=1500 each=20m
+limit=1600 each=20m
 [ -z "${DSEC_TORTURE:-}" ] || { limit=0; each=48h; } # DSEC_TORTURE_FOR says how long the endless ones go on
 timeout $limit go test -json -p 1 -timeout $each ./... >"$out" 2>&1 || fail=1
 go run ./scripts/report "$out" || fail=1
