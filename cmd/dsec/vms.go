@@ -31,7 +31,7 @@ type vmSettings struct {
 	Jailer      string `toml:"jailer"`       // of the same version
 	Faults      bool   `toml:"faults"`       // Firecracker's clones get their memory page by page
 	Mapped      bool   `toml:"mapped"`       // Firecracker's images are memory that machines share
-	Reclaim     bool   `toml:"reclaim"`      // guests give up pages of files that nobody uses
+	NoReclaim   bool   `toml:"no_reclaim"`   // guests keep pages of files that nobody uses
 	NetworkRate string `toml:"network_rate"` // size a second, of each machine in each direction
 	DiskRate    string `toml:"disk_rate"`    // size a second, of each machine
 	DiskOps     int64  `toml:"disk_ops"`     // requests a second, of each machine
@@ -85,7 +85,7 @@ func (p *places) openVMs(ctx context.Context, id sandbox.HostID, cc container.Co
 			RunDir: filepath.Join(p.RunDir, name+"-"+instance(id)), Kernel: kernel, Guest: guest, Seccomp: cc.Seccomp, Events: cc.Events,
 			UIDBase: uint32(vm.DefaultUIDBase + i*vm.DefaultSlots), NoTemplates: p.settings.VM.NoTemplates, Ready: min(max(p.settings.VM.Ready, 0), 64), QEMU: p.settings.VM.QEMU,
 			Firecracker: p.settings.VM.Firecracker, Jailer: p.settings.VM.Jailer, Faults: p.settings.VM.Faults, Mapped: p.settings.VM.Mapped,
-			Rates: rates, Reclaim: p.settings.VM.Reclaim,
+			Rates: rates, NoReclaim: p.settings.VM.NoReclaim,
 		}, vm.Deps{Layers: layers, Network: network, Verdict: verdict, Log: logger})
 		if errors.Is(err, sandbox.ErrUnsupported) {
 			logger.Warn("no virtual machines", "err", err)

@@ -54,8 +54,9 @@ type Config struct {
 	Faults, Mapped bool
 	// Rates bound each machine that is made from now on. Its network is counted in each direction.
 	Rates vmm.Rates
-	// Reclaim has guests look for pages of files that nobody has used for a while and give them up (DAMON), where their kernel can.
-	Reclaim bool
+	// NoReclaim has guests keep pages of files that nobody has used for a while. Else they look for them and give them up (DAMON), where their
+	// kernel can.
+	NoReclaim bool
 }
 
 // Defaults of the uid range: above that of containers, in what systemd keeps free (its UIDS-GIDS.md).

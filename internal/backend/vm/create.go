@@ -231,7 +231,7 @@ func (x *instance) machine(ctx context.Context, image blob.LayerFiles, disk *os.
 		disks = append(disks, layerDisks(v.Layer, f)...)
 	}
 	s := x.monitorSpec()
-	if b.cfg.Reclaim {
+	if !b.cfg.NoReclaim {
 		s.Append = vmm.ReclaimArgument
 	}
 	s.Kernel, s.Disks = b.kernel, append(b.mapped(disks), vmm.Disk{Serial: "upper", File: disk})
