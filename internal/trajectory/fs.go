@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -21,7 +22,7 @@ type FS interface {
 	Mkdir(name string) error      // may exist
 	List(dir string) ([]string, error)
 	SyncDir(dir string) error
-	// Lock takes the file for this process, until it is closed or the process ends; it does not wait.
+	// Lock takes the file for this process, until it is closed or the process ends; it waits a second at the most.
 	Lock(name string) (io.Closer, error)
 }
 
@@ -90,16 +91,23 @@ func (d dirFS) SyncDir(dir string) error {
 	return f.Sync()
 }
 
+// lockWait is how long a lock of a process that was killed may be held: a child that it was starting has it until its own program runs.
+const lockWait = time.Second
+
 func (d dirFS) Lock(name string) (io.Closer, error) {
 	f, err := os.OpenFile(d.path(name), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		return nil, fmt.Errorf("lock %s: another process has this log open: %w", f.Name(), err)
+	for end := time.Now().Add(lockWait); ; time.Sleep(5 * time.Millisecond) {
+		if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
+			return f, nil
+		}
+		if err != unix.EWOULDBLOCK && err != unix.EINTR || time.Now().After(end) {
+			f.Close()
+			return nil, fmt.Errorf("lock %s: another process has this log open: %w", f.Name(), err)
+		}
 	}
-	return f, nil
 }
 
 type osFile struct{ *os.File }

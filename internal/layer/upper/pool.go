@@ -121,8 +121,28 @@ const (
 	probeLimit = 8 << 20
 )
 
+// lockWait is how long the lock of a process that was killed may be held: a child that it was starting has it until its own program runs.
+const lockWait = time.Second
+
+func lockState(state string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(state, lockName), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open pool: %w", err)
+	}
+	for end := time.Now().Add(lockWait); ; time.Sleep(5 * time.Millisecond) {
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			return f, nil
+		}
+		if time.Now().After(end) {
+			f.Close()
+			return nil, fmt.Errorf("open pool in %s: another process has it open: %w", state, sandbox.ErrState)
+		}
+	}
+}
+
 // Open makes or finds the pool in the state folder and shows that its limit holds. The error wraps sandbox.ErrState when
-// another process has it open, and sandbox.ErrUnsupported or sandbox.ErrExhausted, with each driver's reason, when none works.
+// another process has it open for longer than a second, and sandbox.ErrUnsupported or sandbox.ErrExhausted, with each driver's reason, when
+// none works.
 func Open(ctx context.Context, cfg Config, log *slog.Logger) (*Pool, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -136,13 +156,9 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (*Pool, error) {
 		return nil, fmt.Errorf("open pool: %w", err)
 	}
 	cfg.State = state
-	lock, err := os.OpenFile(filepath.Join(state, lockName), os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := lockState(state)
 	if err != nil {
-		return nil, fmt.Errorf("open pool: %w", err)
-	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		lock.Close()
-		return nil, fmt.Errorf("open pool in %s: another process has it open: %w", state, sandbox.ErrState)
+		return nil, err
 	}
 	p := &Pool{log: log, lock: lock, kick: make(chan struct{}, 1)}
 	var causes []error
