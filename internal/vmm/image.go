@@ -62,10 +62,10 @@ func (b *builder) image(im *Image) (machine string) {
 	b.blockdev("top", node{"driver": "qcow2", "backing": below, "discard": "unmap",
 		"file": node{"driver": "raw", "size": im.Limit, "discard": "unmap", "file": b.file(im.Top, false)}})
 	disk := map[string]string{"ahci": "ide-hd,bus=ide.0,werror=report", "virtio": "virtio-blk-pci,werror=report", "nvme": "nvme,serial=dsec"}[im.Bus]
-	b.add("-device", disk+",drive=top,bootindex=1,id="+b.drive())
+	b.drive(disk + ",drive=top,bootindex=1")
 	if im.CDROM != nil {
 		b.blockdev("cd", node{"driver": "raw", "read-only": true, "file": b.file(im.CDROM, true)})
-		b.add("-device", "ide-cd,bus=ide.1,drive=cd,bootindex=2,id="+b.drive())
+		b.drive("ide-cd,bus=ide.1,drive=cd,bootindex=2")
 	}
 	if im.Code != nil {
 		b.blockdev("code", node{"driver": "raw", "read-only": true, "file": b.file(im.Code, true)})

@@ -111,7 +111,8 @@ type builder struct {
 	files []*os.File
 	own   []*os.File // closed when the monitor has them
 	sets  int        // of descriptors, by number
-	disks int        // devices, by number
+	// drives are the devices of disks, as QEMU calls them by path.
+	drives []string
 }
 
 func (b *builder) add(words ...string) { b.argv = append(b.argv, words...) }
@@ -122,13 +123,16 @@ func (b *builder) fd(f *os.File) int {
 	return 2 + len(b.files)
 }
 
-// drive names the next disk's device.
-func (b *builder) drive() string {
-	b.disks++
-	return driveID(b.disks)
+// drive adds a disk's device, and names it so that it can be bounded: one of virtio on PCI is a bridge to the disk.
+func (b *builder) drive(device string) {
+	id := "drive" + strconv.Itoa(len(b.drives)+1)
+	b.add("-device", device+",id="+id)
+	path := "/machine/peripheral/" + id
+	if strings.HasPrefix(device, "virtio-blk-pci") {
+		path += "/virtio-backend"
+	}
+	b.drives = append(b.drives, path)
 }
-
-func driveID(n int) string { return "drive" + strconv.Itoa(n) }
 
 func (b *builder) listen(path string) (int, error) {
 	f, err := listenUnix(path)
@@ -177,7 +181,7 @@ func (q *QEMU) Create(ctx context.Context, s *Spec) (VM, error) {
 	vm := &qemuVM{q: q, id: s.ID, dir: s.Dir, pid: pid, display: s.Display}
 	err = vm.connect(ctx)
 	if err == nil {
-		err = vm.bound(ctx, b.disks, s.Rates)
+		err = vm.bound(ctx, b.drives, s.Rates)
 	}
 	if err != nil {
 		undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
@@ -258,8 +262,8 @@ func (q *QEMU) commandLine(b *builder, s *Spec) error {
 			mode = "read-only=on"
 		}
 		b.add("-add-fd", fmt.Sprintf("fd=%d,set=%d", b.fd(d.File), set),
-			"-blockdev", fmt.Sprintf("node-name=disk%d,driver=raw,%s,cache.direct=off,file.driver=file,file.filename=/dev/fdset/%d,file.locking=off", set, mode, set),
-			"-device", fmt.Sprintf("virtio-blk-%s,drive=disk%d,serial=%s,id=%s", bus, set, d.Serial, b.drive()))
+			"-blockdev", fmt.Sprintf("node-name=disk%d,driver=raw,%s,cache.direct=off,file.driver=file,file.filename=/dev/fdset/%d,file.locking=off", set, mode, set))
+		b.drive(fmt.Sprintf("virtio-blk-%s,drive=disk%d,serial=%s", bus, set, d.Serial))
 	}
 	if s.Tap != nil {
 		b.add("-netdev", fmt.Sprintf("tap,id=net,fd=%d", b.fd(s.Tap)), "-device", "virtio-net-"+bus+",netdev=net,mac="+s.MAC)
@@ -363,12 +367,12 @@ func (v *qemuVM) connect(ctx context.Context) error {
 }
 
 // bound bounds the machine's disks, all together. Room that it gives back is not counted.
-func (v *qemuVM) bound(ctx context.Context, disks int, r Rates) error {
+func (v *qemuVM) bound(ctx context.Context, drives []string, r Rates) error {
 	if r.Disk == 0 && r.DiskOps == 0 {
 		return nil
 	}
-	for n := range disks {
-		err := v.do(ctx, "block_set_io_throttle", map[string]any{"id": driveID(n + 1), "group": "machine",
+	for _, id := range drives {
+		err := v.do(ctx, "block_set_io_throttle", map[string]any{"id": id, "group": "machine",
 			"bps": r.Disk, "bps_rd": 0, "bps_wr": 0, "iops": r.DiskOps, "iops_rd": 0, "iops_wr": 0}, nil)
 		if err != nil {
 			return err

@@ -26,8 +26,17 @@ func hostMemory(t *testing.T, b *sandboxtest.Box) int64 {
 
 // What a clone frees goes back to the host, and the template is as it was: another clone of it comes up, and fresh memory is zeros although it
 // held the template's pages meanwhile.
-func TestMemoryComesBack(t *testing.T) {
-	e := vmtest.New(t)
+func TestMemoryComesBack(t *testing.T) { memoryComesBack(t, vmtest.New(t)) }
+
+func TestMemoryComesBackOfVM(t *testing.T) {
+	if os.Getenv("DSEC_TORTURE") == "" {
+		t.Skip("skip: make torture runs it")
+	}
+	memoryComesBack(t, vmtest.New(t, func(c *vm.Config) { c.Name = "vm" }))
+}
+
+func memoryComesBack(t *testing.T, e *vmtest.Env) {
+	t.Helper()
 	suite := e.Suite()
 	b := sandboxtest.NewBox(t, suite, func(s *sandbox.Spec) { s.Resources.Memory = 256 << 20 })
 	if !strings.Contains(string(b.Instance().Handle()), `"template"`) {

@@ -16,6 +16,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/layer"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
+	"github.com/dsec-dev/dsec/internal/vmm"
 )
 
 // bootSector is a program that a BIOS starts. On the screen and the serial port it says "hello" and how often this disk was booted, which it
@@ -202,7 +203,7 @@ func (m *machineOf) key(t *testing.T, k string) {
 // An image of the user's own boots from its layer, which stays as it was: what the machine writes goes to a disk of its own, up to the limit. It
 // is paused at both levels, and a snapshot of its disk is a layer that others start from. What would need a guest of ours is refused with the reason.
 func TestImageOfTheUsersOwn(t *testing.T) {
-	e := vmtest.New(t, func(c *vm.Config) { c.Name = "vm" })
+	e := vmtest.New(t, func(c *vm.Config) { c.Name, c.Rates = "vm", vmm.Rates{Disk: 64 << 20, DiskOps: 1000} })
 	disk := image(t, e, map[string][]byte{vm.OwnFile: []byte("disk = \"disk.img\"\n"), "disk.img": bootSector()})
 	m := boot(t, e, disk)
 	m.says(t, "hello 1\n")

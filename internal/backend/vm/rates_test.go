@@ -35,7 +35,7 @@ func TestRates(t *testing.T) {
 	})
 	b := sandboxtest.NewBox(t, e.Suite(), func(s *sandbox.Spec) { s.Network = sandbox.NetworkOpen })
 	for name, c := range map[string]struct{ text, want string }{
-		"disk": {"dd if=/dev/zero of=/tmp/f bs=1M count=6 conv=fsync 2>/dev/null; wc -c </tmp/f", "6291456"},
+		"disk": {"dd if=/dev/zero of=/tmp/f bs=1M count=6 2>/dev/null; sync; wc -c </tmp/f", "6291456"},
 		"get":  {"nc -w 60 " + w.Outside.String() + " 81 </dev/null | wc -c", "393216"},
 		"send": {"head -c 393216 /dev/zero | nc -w 60 " + w.Outside.String() + " 82", "got it"},
 	} {
