@@ -165,7 +165,7 @@ def test_lists(client, fake):
 
 
 def test_create_without_an_answer_is_stopped_by_its_key(open_client, fake):
-    c = open_client(fake.url, timeout=0.5)
+    c = open_client(fake.url, timeout=2)  # of which the stop needs a little
     fake.faults["SandboxService/Create"] += ["hang"]
     with pytest.raises(DeadlineExceeded):
         c.run_container(environment="e", job="j", name="n").__len__()
