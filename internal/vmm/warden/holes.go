@@ -34,8 +34,9 @@ func askAboutHoles() (int, error) {
 	return int(fd), nil
 }
 
-// answerHoles answers as long as this process lives.
+// answerHoles answers as long as this process lives. On an error holes are refused from then on: a monitor that nobody answers would stand still.
 func answerHoles(listener int) error {
+	defer unix.Close(listener)
 	for {
 		var q [80]byte // struct seccomp_notif: u64 id, u32 pid, u32 flags, s32 nr, u32 arch, u64 ip, u64 args[6]
 		_, _, e := unix.Syscall(unix.SYS_IOCTL, uintptr(listener), unix.SECCOMP_IOCTL_NOTIF_RECV, uintptr(unsafe.Pointer(&q)))
