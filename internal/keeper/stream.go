@@ -124,8 +124,12 @@ func (s *stream) take(fd int) (int, error) {
 	}
 	var n int
 	var err error
-	for {
+	for last := !s.tty; ; {
 		n, err = unix.Read(fd, p)
+		if err == unix.EIO && !last {
+			last = true // it looks for octets before it looks whether the other side is closed: some may have come in between
+			continue
+		}
 		if err != unix.EINTR {
 			break
 		}
@@ -209,8 +213,11 @@ func (s *stream) fixEnd() bool {
 	if s.end >= 0 {
 		return false
 	}
+	if s.file != nil && s.tty {
+		s.raw.Control(func(fd uintptr) { s.drain(int(fd)) })
+	}
 	s.end = s.total
-	if s.file != nil {
+	if s.file != nil && !s.tty {
 		s.raw.Control(func(fd uintptr) {
 			if n, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ); err == nil && n > 0 {
 				s.end += int64(n)
@@ -219,6 +226,18 @@ func (s *stream) fixEnd() bool {
 	}
 	return s.finishLocked()
 }
+
+// drain takes what a terminal holds: the kernel tells the length of a part of that only. The caller holds mu.
+func (s *stream) drain(fd int) {
+	for from := s.total; s.total-from < terminalHeld; {
+		if n, err := s.take(fd); err != nil || n <= 0 {
+			return
+		}
+	}
+}
+
+// terminalHeld is more than a terminal holds in octets: 8 KiB, and 4 KiB that can be read.
+const terminalHeld = 16 << 10
 
 // next returns the next segment to send, or nil. What is late waits until the end was sent: before that nobody could tell whose it is.
 func (s *stream) next(ended bool) *segment {

@@ -4,10 +4,14 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
+	"fmt"
+	"os"
 	"testing"
 
-	"github.com/dsec-dev/dsec/internal/sandbox"
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
+
+	"github.com/dsec-dev/dsec/internal/sandbox"
 )
 
 // Whatever the sizes of reads, sends, acknowledgements and lost connections: the host gets the first and the last octets at
@@ -117,4 +121,47 @@ func TestStreamAccount(t *testing.T) {
 			t.Fatalf("late: %d of %d", len(l), len(late))
 		}
 	})
+}
+
+// What a terminal holds when the time after its command is over belongs to the command, also the part whose length the kernel does not tell.
+func TestTerminalHoldsMoreThanItTells(t *testing.T) {
+	master, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.IoctlSetPointerInt(master, unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	number, err := unix.IoctlGetInt(master, unix.TIOCGPTN)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slave, err := unix.Open(fmt.Sprintf("/dev/pts/%d", number), unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(slave)
+	f := os.NewFile(uintptr(master), "terminal")
+	defer f.Close()
+	s, err := newStream(nil, sandbox.Stdout, f, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.tty = true
+	const n = 8_000 // a terminal takes 8,192 that nobody reads
+	if k, err := unix.Write(slave, bytes.Repeat([]byte("x"), n)); k != n || err != nil {
+		t.Fatal(k, err)
+	}
+	if !s.fixEnd() || s.end != n || s.total != n {
+		t.Errorf("end %d after %d octets, want %d", s.end, s.total, n)
+	}
+	if _, err := unix.Write(slave, []byte("late")); err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock()
+	s.drain(master)
+	s.mu.Unlock()
+	if s.total != n || s.late != 4 {
+		t.Errorf("%d octets, %d late", s.total, s.late)
+	}
 }
