@@ -19,7 +19,7 @@ cp examples/judge/languages.toml "$dir/"
 printf '[fncall]\nlanguages = ["%s/languages.toml"]\n' "$dir" >"$dir/dsec.toml"
 bin/dsec up --config "$dir/dsec.toml" --state "$dir/state" --run "$run" --listen "" --pool-size 4g >"$dir/up.log" 2>&1 &
 up=$!
-for _ in $(seq 300); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
+for _ in $(seq 1800); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
 export DSEC_URL="unix:$run/dsec.sock" DSEC_KEY_FILE="$run/key"
 bin/dsec layer build fncall --tar "$tar"
 bin/dsec env create fncall --base fncall

@@ -20,6 +20,6 @@ if [ -n "${DSEC_DEMO_RUNTIME:-}" ]; then # crun, runc or gvisor instead of dsec'
 fi
 bin/dsec up "${conf[@]}" --state "$dir" --run "$run" --listen "" --pool-size 12g >"$dir/up.log" 2>&1 &
 up=$!
-for _ in $(seq 300); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
+for _ in $(seq 1800); do [ -S "$run/dsec.sock" ] && [ -s "$run/key" ] && break; kill -0 "$up" 2>/dev/null || { cat "$dir/up.log" >&2; exit 1; }; sleep 0.1; done
 export DSEC_URL="unix:$run/dsec.sock" DSEC_KEY_FILE="$run/key"
 go run ./examples/swe "$@" || { echo "--- end of the service's log" >&2; tail -20 "$dir/up.log" >&2; exit 1; }
