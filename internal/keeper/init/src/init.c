@@ -1804,6 +1804,8 @@ static void relay(int master, int in, int out)
 			continue;
 		if (p[0].revents & (1 | 16 /* POLLHUP */) && nb < sizeof b) {
 			r = sys3(__NR_read, master, b + nb, sizeof b - nb);
+			if (r == -EIO) // it looked for octets before it found that the other side is closed: some may have come in between
+				r = sys3(__NR_read, master, b + nb, sizeof b - nb);
 			if (r > 0)
 				nb += (u64)r;
 			else if (r != -EAGAIN && r != -EINTR) {
