@@ -180,7 +180,7 @@ func TestHostThatHangs(t *testing.T) {
 		sb := c.mustCreate(t, &dsecv1.CreateRequest{Name: fmt.Sprintf("box-%d", i)})
 		names[sb.Name] = c.host(sb.Id)
 	}
-	c.g.askTime = 2 * time.Second
+	c.g.askTime = time.Second
 	h := c.hosts[1]
 	h.mu.Lock()
 	h.hang = true
