@@ -341,8 +341,8 @@ func TestFirecrackerRates(t *testing.T) {
 		t.Fatal(err)
 	}
 	limited := map[string]map[string]string{
-		"/drives/disk0":            {"rate_limiter": `{"bandwidth":{"refill_time":1000,"size":5242880},"ops":{"refill_time":1000,"size":100}}`},
-		"/network-interfaces/eth0": {"rx_rate_limiter": `{"bandwidth":{"refill_time":1000,"size":1048576},"ops":{"refill_time":0,"size":0}}`},
+		"/drives/disk0":            {"rate_limiter": `{"bandwidth":{"refill_time":100,"size":524288},"ops":{"refill_time":100,"size":10}}`},
+		"/network-interfaces/eth0": {"rx_rate_limiter": `{"bandwidth":{"refill_time":100,"size":104857},"ops":{"refill_time":0,"size":0}}`},
 	}
 	limited["/network-interfaces/eth0"]["tx_rate_limiter"] = limited["/network-interfaces/eth0"]["rx_rate_limiter"]
 	wantConfig(t, s, limited)

@@ -229,7 +229,7 @@ func limiter(octets, requests int64) map[string]any {
 		if n == 0 {
 			return map[string]int64{"size": 0, "refill_time": 0}
 		}
-		return map[string]int64{"size": n, "refill_time": 1000} // ms
+		return map[string]int64{"size": max(1, n/10), "refill_time": 100} // ms: what comes at once is a tenth of a second's, as with QEMU
 	}
 	return map[string]any{"bandwidth": bucket(octets), "ops": bucket(requests)}
 }

@@ -47,7 +47,7 @@ suite2   real     1200 jail TestConformance output,surroundings,terminal
 suite3   real     1200 jail TestConformance session,pause,deadline,port
 suite4   real     1200 jail TestConformance limit,snapshot,end,recovery,file
 machines machines 1500 jail Test(Clones|Killed|Paused|Network|Saved|Crash) -
-more     machines 1500 jail Test(Fork|Machines|Resume) -
+more     machines 1500 jail Test(Fork|Machines|Resume|Memory|Rates) -
 real     real     1200 jail Test(Jail|Clones|Memory|DeadWarden) -
 bare     real     900  bare TestConformance session,port,pause
 bare2    machines 900  bare Test(Clones|Killed|Saved|Network) -
