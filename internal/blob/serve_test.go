@@ -382,7 +382,7 @@ func TestFullCacheDiskAndADeadStore(t *testing.T) {
 		}
 	}
 	do(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)) // nor is it the kernel's memory that answers
-	refused, began := false, time.Now() // a read may find one under way that an earlier read caused
+	refused, began := false, time.Now()                        // a read may find one under way that an earlier read caused
 	for i := int64(0); i < recentUnits+16 && !refused; i++ {
 		_, err := f.ReadAt(buf, i*UnitSize)
 		switch refused = err != nil; {
