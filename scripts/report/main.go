@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"sort"
 	"strings"
+	"time"
 )
 
 // allowed are the reasons for which a test may be skipped; each names something that a machine may lack. The last two belong to pairs of
@@ -18,8 +19,8 @@ var allowed = regexp.MustCompile(`(?i)kvm|apparmor|project quota|core scheduling
 	`|the backend has network open|a dsec-guest is embedded`)
 
 type event struct {
+	Time                          time.Time
 	Action, Package, Test, Output string
-	Elapsed                       float64
 }
 
 func main() {
@@ -33,7 +34,8 @@ func main() {
 	var passed, failed, skipped int
 	var bad, slow []string
 	reasons := map[string]int{}
-	broken := map[string]bool{} // packages with a failed test
+	broken := map[string]bool{}     // packages with a failed test
+	began := map[string]time.Time{} // of packages' first tests: before that they wait for their turn
 	scan := bufio.NewScanner(f)
 	scan.Buffer(make([]byte, 1<<20), 16<<20)
 	for scan.Scan() {
@@ -44,13 +46,17 @@ func main() {
 		}
 		name := e.Package + " " + e.Test
 		switch e.Action {
+		case "run":
+			if began[e.Package].IsZero() {
+				began[e.Package] = e.Time
+			}
 		case "output", "build-output":
 			output[name] = append(output[name], e.Output)
 		case "pass":
 			if e.Test != "" {
 				passed++
-			} else if e.Elapsed > 20 {
-				slow = append(slow, fmt.Sprintf("%6.1f s %s", e.Elapsed, e.Package))
+			} else if took := e.Time.Sub(began[e.Package]).Seconds(); took > 20 && !began[e.Package].IsZero() {
+				slow = append(slow, fmt.Sprintf("%6.1f s %s", took, e.Package))
 			}
 			delete(output, name)
 		case "fail":
