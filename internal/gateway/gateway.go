@@ -93,6 +93,7 @@ type Gateway struct {
 	abandoned atomic.Int64
 	askTime   time.Duration
 	born      time.Time
+	homes     homes
 
 	recentMu sync.Mutex
 	recent   placement.Recent
@@ -120,6 +121,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
+		dsecv1connect.SandboxServiceMigrateProcedure:     migrateTime,
 		dsecv1connect.SandboxServiceCreateBatchProcedure: 15 * time.Minute,
 		dsecv1connect.ImageServicePutImageProcedure:      15 * time.Minute,
 		dsecv1connect.RestoreServiceRestoreProcedure:     5 * time.Minute, // above its own wait
@@ -328,6 +330,9 @@ func (g *Gateway) locate(ctx context.Context, ref string) (string, *rpc.Peer, er
 
 func (g *Gateway) peerOf(ctx context.Context, id sandbox.ID) (*rpc.Peer, error) {
 	host := id.Host()
+	if at, ok := g.homes.get(id); ok {
+		host = at
+	}
 	p, ok := g.fleet.Peer(host)
 	if !ok {
 		g.ready(ctx)

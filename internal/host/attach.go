@@ -101,6 +101,9 @@ func (b *box) attach(ctx context.Context, s *step, stdout, stderr int64, late bo
 			ends[st] = s.total(st)
 		}
 		err := s.err
+		if b.moved != nil {
+			err = b.moved
+		}
 		changed, box := s.changed.wait(), b.changed.wait()
 		b.mu.Unlock()
 		if err != nil {

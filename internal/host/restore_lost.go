@@ -303,8 +303,14 @@ func (h *Host) copyLost(ctx context.Context, log LostLog, id trajectory.ID, lost
 	return h.endLost(ctx, id, st, lost)
 }
 
+// recordSource is where records are copied from.
+type recordSource interface {
+	Read(ctx context.Context, id trajectory.ID, q trajectory.Query) (recs []trajectory.Record, next uint64, err error)
+	OpenInput(in *trajectory.Input) (io.ReadCloser, error)
+}
+
 // copyRecords copies all records; what is missing leaves a mark, so that the others keep their numbers.
-func (h *Host) copyRecords(ctx context.Context, log LostLog, id trajectory.ID) (d sandbox.Durability, end *dsecv1.Recalled, err error) {
+func (h *Host) copyRecords(ctx context.Context, log recordSource, id trajectory.ID) (d sandbox.Durability, end *dsecv1.Recalled, err error) {
 	end, d = &dsecv1.Recalled{}, sandbox.DurabilityProcess
 	q := trajectory.Query{Limit: 256}
 	var epoch uint32
