@@ -24,8 +24,8 @@ const (
 	migrateTime = 15 * time.Minute // of one call; the sandbox stands still for most of it
 	settleTime  = 2 * time.Minute  // of what follows when all has arrived: it goes on when the caller leaves
 	settleEvery = 2 * time.Second
-	settleAge   = 15 * time.Second // of an arrival that no gateway seems to be at
-	maxHops     = 8                // from host to host
+	settleAge   = 5 * time.Second // of an arrival that no gateway seems to be at
+	maxHops     = 8               // from host to host
 	maxHomes    = 100_000
 )
 

@@ -424,7 +424,10 @@ func (h *Host) take(id sandbox.ID, c *coming) (*box, error) {
 	}
 	h.mu.Lock()
 	j := h.jobOf(scoped{c.Traj.Project, c.Traj.Job})
-	j.living-- // adopt counts it
+	j.living--                           // adopt counts it
+	if j.lease > 0 && j.until.IsZero() { // it was nobody's here
+		h.lease(j)
+	}
 	b.lease = j.stopAt()
 	h.mu.Unlock()
 	h.adopt(b)

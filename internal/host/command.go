@@ -437,10 +437,7 @@ func (b *box) waitCommand(ctx context.Context, s *step, d time.Duration) error {
 			return err
 		}
 	}
-	err := s.err
-	if b.moved != nil {
-		err = b.moved // what is answered is read where it is now
-	}
+	err := cmp.Or(b.moved, s.err) // what is answered is read where it is now
 	b.mu.Unlock()
 	return err
 }

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -481,7 +482,11 @@ func (b *box) give(d *departure) (moved bool, err error) {
 		return false, err
 	}
 	p := h.passage(b.id)
-	p.Gone, p.Coming = &gone{To: d.to, Nonce: d.nonce, Traj: b.traj, Name: b.spec.Name, At: time.Now()}, nil
+	g := &gone{To: d.to, Nonce: d.nonce, Traj: b.traj, Name: b.spec.Name, At: time.Now()}
+	for e := b.prev; e != nil; e = e.prev {
+		g.Before = append(g.Before, e.id)
+	}
+	p.Gone, p.Coming = g, nil
 	if err := h.putPassage(p); err != nil {
 		if back := h.putPassage(&passage{ID: b.id}); back != nil {
 			return false, errors.Join(errDoubt, err, back)
@@ -497,13 +502,18 @@ func (b *box) give(d *departure) (moved bool, err error) {
 func (b *box) leave(d *departure, why error) {
 	h, now := b.h, time.Now()
 	h.mu.Lock()
-	for e := b; e != nil; e = e.prev {
+	j := h.jobs[scoped{b.spec.Project, b.spec.Job}]
+	delete(h.boxes, b.id)
+	for e := b.prev; e != nil; e = e.prev {
 		delete(h.boxes, e.id)
+		if j != nil {
+			j.ended--
+		}
 	}
 	delete(h.alive, b.id)
 	delete(h.keys, b.traj)
 	h.freeName(b)
-	if j := h.jobs[scoped{b.spec.Project, b.spec.Job}]; j != nil {
+	if j != nil {
 		j.left(now)
 	}
 	h.mu.Unlock()
@@ -535,12 +545,9 @@ func (b *box) clear() {
 	b.h.loaded.drop(b)
 }
 
-// elsewhere is err, or that the sandbox went to another host.
-func (b *box) elsewhere(err error) error {
+// unlessMoved is err, or that the sandbox went to another host.
+func (b *box) unlessMoved(err error) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err != nil && b.moved != nil {
-		return b.moved
-	}
-	return err
+	return cmp.Or(b.moved, err)
 }

@@ -259,9 +259,12 @@ func (h *Host) get(ctx context.Context, ref string) (*box, error) {
 	if b == nil {
 		b = h.names[scoped{p, ref}]
 	}
-	away := h.passages[sandbox.ID(ref)]
+	var away *passage
+	if b == nil {
+		away = h.passedID(sandbox.ID(ref))
+	}
 	h.mu.Unlock()
-	if b == nil && away != nil && away.traj().Project == p {
+	if away != nil && away.traj().Project == p {
 		return nil, away.elsewhere(sandbox.ID(ref))
 	}
 	if b == nil || b.spec.Project != p {

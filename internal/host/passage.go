@@ -38,6 +38,8 @@ type gone struct {
 	Traj  trajectory.ID  `json:"trajectory"`
 	Name  string         `json:"name,omitempty"`
 	At    time.Time      `json:"at"`
+	// Before are sandboxes of its trajectory that restores replaced.
+	Before []sandbox.ID `json:"before,omitempty"`
 }
 
 // coming says that a sandbox arrives. While all of it is not here, what is goes away with this process.
@@ -86,7 +88,7 @@ func (h *Host) passageFor(project string, m *dsecv1.FindKeyRequest) *passage {
 	if p := h.crossed[trajectory.ID{Project: project, Job: jobName(m.GetJob()), Key: m.GetKey()}]; p != nil && m.GetKey() != "" {
 		return p
 	}
-	if p := h.passages[sandbox.ID(m.GetSandbox())]; p != nil && p.traj().Project == project {
+	if p := h.passedID(sandbox.ID(m.GetSandbox())); p != nil && p.traj().Project == project {
 		return p
 	}
 	if m.GetName() == "" {
@@ -94,6 +96,19 @@ func (h *Host) passageFor(project string, m *dsecv1.FindKeyRequest) *passage {
 	}
 	for _, p := range h.passages {
 		if p.Gone != nil && p.Gone.Name == m.GetName() && p.traj().Project == project {
+			return p
+		}
+	}
+	return nil
+}
+
+// passedID finds the passage of a sandbox, or of one that goes on in its trajectory; mu is held.
+func (h *Host) passedID(id sandbox.ID) *passage {
+	if p := h.passages[id]; p != nil || id == "" {
+		return p
+	}
+	for _, p := range h.passages {
+		if p.Gone != nil && slices.Contains(p.Gone.Before, id) {
 			return p
 		}
 	}
@@ -187,7 +202,10 @@ func (h *Host) rereadPassages() error {
 	}
 	for _, e := range list {
 		name, ok := strings.CutSuffix(e.Name(), ".json")
-		if !ok {
+		if !ok { // of a write that a kill cut off
+			if err := os.Remove(filepath.Join(h.passageDir(), e.Name())); err != nil {
+				return fmt.Errorf("folder of moves: %w", err)
+			}
 			continue
 		}
 		text, err := os.ReadFile(filepath.Join(h.passageDir(), e.Name()))
