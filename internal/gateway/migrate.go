@@ -157,7 +157,9 @@ func (g *Gateway) move(ctx context.Context, p, t *rpc.Peer, f *dsecv1.MoveFacts,
 	nonce := sandbox.NewKey()
 	conclude := &dsecv1.ConcludeRequest{Sandbox: f.GetSandbox(), Nonce: nonce}
 	settle := &dsecv1.SettleRequest{Sandbox: f.GetSandbox(), Nonce: nonce}
-	carried := g.carry(ctx, p, t, &dsecv1.DepartRequest{Sandbox: f.GetSandbox(), Nonce: nonce, To: string(to)})
+	way, cut := context.WithCancel(ctx)
+	defer cut()
+	carried := g.carry(way, cut, p, t, &dsecv1.DepartRequest{Sandbox: f.GetSandbox(), Nonce: nonce, To: string(to)})
 	// What follows is short, and done also when the caller has left.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
@@ -184,22 +186,19 @@ func (g *Gateway) move(ctx context.Context, p, t *rpc.Peer, f *dsecv1.MoveFacts,
 	return out.Msg.GetSandbox(), nil
 }
 
-// carry passes all parts on. Without an error the target has them on its disk.
-func (g *Gateway) carry(ctx context.Context, p, t *rpc.Peer, q *dsecv1.DepartRequest) error {
-	ctx, cut := context.WithCancel(ctx)
-	defer cut()
+// carry passes all parts on. Without an error the target has them on its disk, and the source waits for what is concluded until cut ends the context.
+func (g *Gateway) carry(ctx context.Context, cut func(), p, t *rpc.Peer, q *dsecv1.DepartRequest) error {
 	in, err := p.Moves.Depart(ctx, connect.NewRequest(q))
 	if err != nil {
 		return named(rpc.FromError(err), p, rpc.Unsent(err))
 	}
-	defer in.Close()
 	var out *connect.ClientStreamForClient[dsecv1.MovePart, dsecv1.ArriveResponse]
 	for in.Receive() {
 		if out == nil {
 			out = t.Moves.Arrive(ctx)
 		}
-		if out.Send(in.Msg()) != nil {
-			break // the target has answered; what, CloseAndReceive tells
+		if out.Send(in.Msg()) != nil || in.Msg().GetEnd() != nil {
+			break // all was sent, or the target has answered; what, CloseAndReceive tells
 		}
 	}
 	if err := in.Err(); err != nil {

@@ -25,7 +25,7 @@ import (
 // since; any failure before, also of this process, leaves it here, saved.
 
 const (
-	concludeWait = 2 * time.Minute // for the word that the target has it
+	concludeWait = 10 * time.Minute // for the word that the target has it on its disk, while the stream is open
 	movedPiece   = 1 << 20         // octets of a file in one message
 )
 
@@ -35,7 +35,7 @@ type departure struct {
 	to      sandbox.HostID
 	running bool   // before
 	last    uint64 // seq of the last record that was sent; 0 while not all is
-	timer   *time.Timer
+	over    chan struct{} // closed when it is under way no more
 	giving  bool           // it is being given away: an end waits for what comes of that
 	cause   *sandbox.Cause // of that end
 }
@@ -108,7 +108,7 @@ func (b *box) depart(ctx context.Context, q *dsecv1.DepartRequest, send func(*ds
 	if err != nil {
 		return err
 	}
-	d := &departure{nonce: q.GetNonce(), to: to}
+	d := &departure{nonce: q.GetNonce(), to: to, over: make(chan struct{})}
 	if err := b.standStill(ctx, d); err != nil {
 		return err
 	}
@@ -124,15 +124,29 @@ func (b *box) depart(ctx context.Context, q *dsecv1.DepartRequest, send func(*ds
 	if err == nil {
 		b.mu.Lock() // before the end is sent: the word that it arrived may be faster than what follows here
 		d.last = last
-		d.timer = time.AfterFunc(concludeWait, func() { b.stay(d) })
 		b.mu.Unlock()
 		err = send(&dsecv1.MovePart{Part: &dsecv1.MovePart_End{End: &dsecv1.MoveEnd{LastSeq: last}}})
+	}
+	if err == nil {
+		err = d.wait(ctx)
 	}
 	if err != nil {
 		b.stay(d)
 		return fmt.Errorf("move %s: %w", b.id, err)
 	}
 	return nil
+}
+
+// wait waits until the move is concluded. A stream that breaks is that of a gateway that died.
+func (d *departure) wait(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, concludeWait)
+	defer cancel()
+	select {
+	case <-d.over:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("no word came that it arrived: %w", ctx.Err())
+	}
 }
 
 // standStill saves the sandbox and holds it so. On an error it is as it was.
@@ -152,14 +166,6 @@ func (b *box) standStill(ctx context.Context, d *departure) (err error) {
 			err := b.gone()
 			b.mu.Unlock()
 			return err
-		case b.away != nil: // of a gateway that died when all was sent
-			old, giving := b.away, b.away.giving
-			b.mu.Unlock()
-			if giving {
-				return fmt.Errorf("move %s: it is being given to host %s: %w", b.id, old.to, sandbox.ErrState)
-			}
-			b.stay(old)
-			continue
 		case b.state == sandbox.Running:
 			d.running = true
 			b.mu.Unlock()
@@ -234,9 +240,7 @@ func (b *box) stay(d *departure) {
 		return
 	}
 	b.away = nil
-	if d.timer != nil {
-		d.timer.Stop()
-	}
+	close(d.over)
 	if b.state == sandbox.Pausing {
 		b.state, b.level = sandbox.Paused, sandbox.Saved
 		b.arm()
@@ -521,9 +525,7 @@ func (b *box) leave(d *departure, why error) {
 	defer b.mu.Unlock()
 	b.moved, b.shut, b.away = why, true, nil
 	b.state, b.cause, b.over = sandbox.Stopped, sandbox.Cause{Class: sandbox.ClassNone, Reason: "moved", Detail: "to host " + string(d.to)}, now
-	if d.timer != nil {
-		d.timer.Stop()
-	}
+	close(d.over)
 	b.stopTimer()
 	for _, s := range b.steps {
 		s.changed.ring()

@@ -319,8 +319,9 @@ func (tr *travel) drive(source, target *service, nonce string, parts int, give b
 	must(t, err)
 	out := to.Moves.Arrive(ctx)
 	n := 0
-	for ; n < parts && in.Receive(); n++ {
+	for end := false; n < parts && !end && in.Receive(); n++ {
 		must(t, out.Send(in.Msg()))
+		end = in.Msg().GetEnd() != nil
 	}
 	must(t, in.Err())
 	if n == parts {

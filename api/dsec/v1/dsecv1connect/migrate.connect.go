@@ -57,8 +57,8 @@ type HostMoveServiceClient interface {
 	Survey(context.Context, *connect.Request[v1.SurveyRequest]) (*connect.Response[v1.MoveFacts], error)
 	// Admit says whether this host could take it.
 	Admit(context.Context, *connect.Request[v1.AdmitRequest]) (*connect.Response[v1.AdmitResponse], error)
-	// Depart saves the sandbox and streams its records and files. It stands still until Conclude; where that does not come, or the stream breaks,
-	// it goes on here.
+	// Depart saves the sandbox and streams its records and files. It stands still while the stream is open, which is until Conclude; when the stream
+	// breaks before that, it goes on here.
 	Depart(context.Context, *connect.Request[v1.DepartRequest]) (*connect.ServerStreamForClient[v1.MovePart], error)
 	// Arrive keeps what Depart streams, and answers when it is on the disk. The sandbox is not here before Settle.
 	Arrive(context.Context) *connect.ClientStreamForClient[v1.MovePart, v1.ArriveResponse]
@@ -179,8 +179,8 @@ type HostMoveServiceHandler interface {
 	Survey(context.Context, *connect.Request[v1.SurveyRequest]) (*connect.Response[v1.MoveFacts], error)
 	// Admit says whether this host could take it.
 	Admit(context.Context, *connect.Request[v1.AdmitRequest]) (*connect.Response[v1.AdmitResponse], error)
-	// Depart saves the sandbox and streams its records and files. It stands still until Conclude; where that does not come, or the stream breaks,
-	// it goes on here.
+	// Depart saves the sandbox and streams its records and files. It stands still while the stream is open, which is until Conclude; when the stream
+	// breaks before that, it goes on here.
 	Depart(context.Context, *connect.Request[v1.DepartRequest], *connect.ServerStream[v1.MovePart]) error
 	// Arrive keeps what Depart streams, and answers when it is on the disk. The sandbox is not here before Settle.
 	Arrive(context.Context, *connect.ClientStream[v1.MovePart]) (*connect.Response[v1.ArriveResponse], error)
