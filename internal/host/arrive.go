@@ -40,6 +40,9 @@ func (h *Host) receiver(backend string) (sandbox.Backend, sandbox.Receiver, erro
 
 // admitMove says whether this host could take a sandbox.
 func (h *Host) admitMove(ctx context.Context, f *dsecv1.MoveFacts) error {
+	if err := h.wait(ctx); err != nil {
+		return err
+	}
 	id, err := sandbox.ParseID(f.GetSandbox())
 	if err != nil {
 		return err
@@ -89,6 +92,9 @@ func (h *Host) trajOf(ctx context.Context, f *dsecv1.MoveFacts) trajectory.ID {
 
 // arrive keeps a sandbox that comes. Nothing of it is left after an error.
 func (h *Host) arrive(ctx context.Context, next func() (*dsecv1.MovePart, error)) error {
+	if err := h.wait(ctx); err != nil {
+		return err
+	}
 	m, err := next()
 	if err != nil {
 		return err
@@ -353,6 +359,9 @@ func (h *Host) discard(ctx context.Context, id sandbox.ID) error {
 
 // settleMove makes what arrived the sandbox, or removes it.
 func (h *Host) settleMove(ctx context.Context, q *dsecv1.SettleRequest) (*box, error) {
+	if err := h.wait(ctx); err != nil {
+		return nil, err
+	}
 	id := sandbox.ID(q.GetSandbox())
 	leave, err := h.turns.enter(ctx, id)
 	if err != nil {

@@ -424,6 +424,9 @@ var errDoubt = fmt.Errorf("whether it was given away is on a disk that failed; s
 
 // conclude decides a move: the sandbox is given away, or stays for good as far as this move is concerned.
 func (h *Host) conclude(ctx context.Context, q *dsecv1.ConcludeRequest) (moved bool, err error) {
+	if err := h.wait(ctx); err != nil { // what is remembered was not read yet
+		return false, err
+	}
 	id := sandbox.ID(q.GetSandbox())
 	leave, err := h.turns.enter(ctx, id)
 	if err != nil {

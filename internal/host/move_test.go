@@ -455,8 +455,11 @@ func TestMoveAndOthers(t *testing.T) {
 
 // Source or target is killed at each of its acts in a move, and the gateway with it: the sandbox is whole on one host, and nothing is on the other.
 func TestMoveCrashes(t *testing.T) {
-	went := map[bool]int{}
-	for n := 1; n <= 60; n++ {
+	went, acts := map[bool]int{}, 36
+	if os.Getenv("DSEC_TORTURE") != "" {
+		acts = 80 // also such as a move does not have
+	}
+	for n := 1; n <= acts; n++ {
 		late, target := n%2 == 0, n%4 > 1
 		synctest.Test(t, func(t *testing.T) {
 			m := newMoves(t)

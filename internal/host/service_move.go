@@ -27,9 +27,6 @@ func (s moveService) Survey(ctx context.Context, req *connect.Request[dsecv1.Sur
 }
 
 func (s moveService) Admit(ctx context.Context, req *connect.Request[dsecv1.AdmitRequest]) (*connect.Response[dsecv1.AdmitResponse], error) {
-	if err := s.h.wait(ctx); err != nil {
-		return nil, err
-	}
 	if err := s.h.admitMove(ctx, req.Msg.GetFacts()); err != nil {
 		return nil, err
 	}
@@ -45,9 +42,6 @@ func (s moveService) Depart(ctx context.Context, req *connect.Request[dsecv1.Dep
 }
 
 func (s moveService) Arrive(ctx context.Context, stream *connect.ClientStream[dsecv1.MovePart]) (*connect.Response[dsecv1.ArriveResponse], error) {
-	if err := s.h.wait(ctx); err != nil {
-		return nil, err
-	}
 	err := s.h.arrive(ctx, func() (*dsecv1.MovePart, error) {
 		if stream.Receive() {
 			return stream.Msg(), nil
@@ -64,9 +58,6 @@ func (s moveService) Arrive(ctx context.Context, stream *connect.ClientStream[ds
 }
 
 func (s moveService) Conclude(ctx context.Context, req *connect.Request[dsecv1.ConcludeRequest]) (*connect.Response[dsecv1.ConcludeResponse], error) {
-	if err := s.h.wait(ctx); err != nil {
-		return nil, err
-	}
 	moved, err := s.h.conclude(ctx, req.Msg)
 	if err != nil {
 		return nil, err
@@ -75,9 +66,6 @@ func (s moveService) Conclude(ctx context.Context, req *connect.Request[dsecv1.C
 }
 
 func (s moveService) Settle(ctx context.Context, req *connect.Request[dsecv1.SettleRequest]) (*connect.Response[dsecv1.SettleResponse], error) {
-	if err := s.h.wait(ctx); err != nil {
-		return nil, err
-	}
 	b, err := s.h.settleMove(ctx, req.Msg)
 	if err != nil {
 		return nil, err
