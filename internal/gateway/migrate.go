@@ -149,7 +149,7 @@ func (g *Gateway) target(ctx context.Context, f *dsecv1.MoveFacts, to sandbox.Ho
 		last = err
 		why = append(why, err.Error())
 	}
-	return "", nil, fmt.Errorf("no host takes sandbox %s: %s: %w", f.GetSandbox(), strings.Join(why, "; "), rpc.FromCode(rpc.CodeName(last), ""))
+	return "", nil, rpc.FromCode(rpc.CodeName(last), fmt.Sprintf("no host takes sandbox %s: %s", f.GetSandbox(), strings.Join(why, "; ")))
 }
 
 // move carries a sandbox from p to t, and answers it as it is there.

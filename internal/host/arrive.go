@@ -67,7 +67,7 @@ func (h *Host) admitMove(ctx context.Context, f *dsecv1.MoveFacts) error {
 		return fmt.Errorf("host %s was taken for lost: %w", h.cfg.ID, sandbox.ErrState)
 	case here != nil:
 		return fmt.Errorf("sandbox %s: host %s has it already: %w", id, h.cfg.ID, sandbox.ErrExists)
-	case p != nil && p.Coming != nil:
+	case p != nil && p.Coming != nil && p.Coming.Here:
 		return p.elsewhere(id)
 	case other != nil:
 		return fmt.Errorf("key %s of job %s: host %s has sandbox %s under it: %w", traj.Key, traj.Job, h.cfg.ID, other.id, sandbox.ErrExists)
@@ -117,6 +117,11 @@ func (h *Host) arrive(ctx context.Context, next func() (*dsecv1.MovePart, error)
 		return err
 	}
 	defer leave()
+	if was := h.passage(id).Coming; was != nil && !was.Here { // could not be removed
+		if err := h.discard(ctx, id); err != nil {
+			return err
+		}
+	}
 	if err := h.admitMove(ctx, f); err != nil {
 		return err
 	}
@@ -443,6 +448,11 @@ func (h *Host) take(id sandbox.ID, c *coming) (*box, error) {
 	if err := h.putPassage(&passage{ID: id}); err != nil { // the record decides: the next host forgets it
 		h.log.Error("forget a move", "sandbox", id, "err", err)
 	}
+	if b.spec.Durability == sandbox.DurabilityStore {
+		if err := b.ship(); err != nil {
+			h.log.Warn("the record of a move is not in the store yet", "sandbox", id, "err", err)
+		}
+	}
 	if c.Running && inst != nil {
 		if err := b.resume(ctx, "moved"); err != nil {
 			h.log.Error("resume a sandbox that was moved", "sandbox", id, "err", err)
@@ -480,9 +490,6 @@ func (h *Host) recordMove(ctx context.Context, c *coming, handle []byte) error {
 	state := stateRecord(sandbox.Paused, sandbox.Saved, sandbox.Cause{Reason: "moved"}, handle)
 	end := trajectory.Record{Kind: trajectory.KindEvent, Payload: encode(tagRecalled, &dsecv1.Recalled{Host: string(c.From), LastSeq: int64(info.LastSeq), LastTime: rpc.Timestamp(time.Now()), Move: c.Nonce})}
 	state.Epoch, end.Epoch = info.Epoch+1, info.Epoch+1
-	d := sandbox.DurabilityHost
-	if _, err := h.deps.Log.Append(ctx, c.Traj, []trajectory.Record{state, end}, d); err != nil {
-		return err
-	}
-	return nil
+	_, err = h.deps.Log.Append(ctx, c.Traj, []trajectory.Record{state, end}, sandbox.DurabilityHost)
+	return err
 }

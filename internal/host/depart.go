@@ -26,16 +26,16 @@ import (
 
 const (
 	concludeWait = 10 * time.Minute // for the word that the target has it on its disk, while the stream is open
-	movedPiece   = 1 << 20         // octets of a file in one message
+	movedPiece   = 1 << 20          // octets of a file in one message
 )
 
 // departure is a move of a box to another host that is under way; fields are under box.mu.
 type departure struct {
 	nonce   string
 	to      sandbox.HostID
-	running bool   // before
-	last    uint64 // seq of the last record that was sent; 0 while not all is
-	over    chan struct{} // closed when it is under way no more
+	running bool           // before
+	last    uint64         // seq of the last record that was sent; 0 while not all is
+	over    chan struct{}  // closed when it is under way no more
 	giving  bool           // it is being given away: an end waits for what comes of that
 	cause   *sandbox.Cause // of that end
 }

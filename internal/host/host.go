@@ -202,7 +202,7 @@ func (h *Host) StopAll(ctx context.Context) error {
 		h.end(b, sandbox.Cause{Class: sandbox.ClassClient, Reason: "shutdown"})
 	}
 	for _, b := range all {
-		if err := b.waitEnd(ctx); err != nil {
+		if err := b.waitEnd(ctx); err != nil && b.unlessMoved(nil) == nil {
 			errs = append(errs, err)
 		}
 	}

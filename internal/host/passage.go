@@ -264,6 +264,36 @@ func (h *Host) tidyPassages(ctx context.Context, living map[sandbox.ID]bool) {
 	}
 }
 
+// recallPassage clears what is remembered of a sandbox whose records are copied from a lost host: that it came from there and nobody will say whether it
+// did, or that it went there. Until end a half copy is known as one. With ok the log tells from then on.
+func (h *Host) recallPassage(ctx context.Context, id trajectory.ID, lost sandbox.HostID) (end func(ok bool) error, err error) {
+	p := h.passageOf(id)
+	if p == nil {
+		return func(bool) error { return nil }, nil
+	}
+	leave, err := h.turns.enter(ctx, p.ID)
+	if err != nil {
+		return nil, err
+	}
+	err = h.discard(ctx, p.ID)
+	was := h.passage(p.ID)
+	if err == nil {
+		err = h.putPassage(&passage{ID: p.ID, Gone: was.Gone, Coming: &coming{From: lost, Nonce: "recalled", Traj: id}})
+	}
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	return func(ok bool) error {
+		defer leave()
+		if ok {
+			was = &passage{ID: p.ID}
+		}
+		was.Coming = nil
+		return h.putPassage(was)
+	}, nil
+}
+
 // expirePassages forgets where sandboxes went long ago.
 func (h *Host) expirePassages(now time.Time) {
 	h.mu.Lock()
