@@ -25,10 +25,10 @@ func forward[Q, S any](ctx context.Context, g *Gateway, q *Q, ref *string, again
 	}
 	*ref = id
 	resp, err := send(ctx, g, p, q, again, of(p))
-	if err == nil || !again {
-		return resp, err
+	if err == nil {
+		return resp, nil
 	}
-	if next, ok := g.astray(ctx, id, p, err); ok {
+	if next, ok := g.astray(ctx, id, p, err); ok && again {
 		return send(ctx, g, next, q, again, of(next))
 	}
 	return resp, err
@@ -130,7 +130,9 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 	}
 	resp, err := out.CloseAndReceive()
 	if err != nil {
-		return nil, named(rpc.FromError(err), p, rpc.Unsent(err))
+		err = named(rpc.FromError(err), p, rpc.Unsent(err))
+		g.astray(ctx, id, p, err) // the next call goes there
+		return nil, err
 	}
 	return connect.NewResponse(resp.Msg), nil
 }

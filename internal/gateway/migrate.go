@@ -303,7 +303,8 @@ func (g *Gateway) follow(ctx context.Context, what finding, p *rpc.Peer) (*dsecv
 // astray says whether a host's answer may mean that the sandbox is elsewhere, and where it is then.
 func (g *Gateway) astray(ctx context.Context, ref string, p *rpc.Peer, err error) (*rpc.Peer, bool) {
 	id, perr := sandbox.ParseID(ref)
-	if perr != nil || !errors.Is(err, sandbox.ErrNotFound) && !errors.Is(err, rpc.ErrUnavailable) || ctx.Err() != nil || !g.seemsUp(p) {
+	may := errors.Is(err, rpc.ErrUnavailable) || errors.Is(err, sandbox.ErrNotFound) && g.hasMoved(p) // not found are also files and the like
+	if perr != nil || !may || ctx.Err() != nil || !g.seemsUp(p) {
 		return nil, false
 	}
 	if at, ok := g.homes.get(id); ok { // it may have moved on, or back
