@@ -65,6 +65,8 @@ func (h *Host) admitMove(ctx context.Context, f *dsecv1.MoveFacts) error {
 	switch {
 	case h.fenced.Load():
 		return fmt.Errorf("host %s was taken for lost: %w", h.cfg.ID, sandbox.ErrState)
+	case f.GetVersion() != h.cfg.Version:
+		return fmt.Errorf("host %s runs dsec %s, the sandbox's host %s: %w", h.cfg.ID, h.cfg.Version, f.GetVersion(), sandbox.ErrUnsupported)
 	case here != nil:
 		return fmt.Errorf("sandbox %s: host %s has it already: %w", id, h.cfg.ID, sandbox.ErrExists)
 	case p != nil && p.Coming != nil && p.Coming.Here:

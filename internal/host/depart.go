@@ -77,6 +77,7 @@ func (b *box) survey(ctx context.Context) (*dsecv1.MoveFacts, error) {
 	f := &dsecv1.MoveFacts{
 		Sandbox: string(b.id), Host: string(b.h.cfg.ID), Backend: b.spec.Backend, Job: b.spec.Job, Key: b.spec.Key, Name: b.spec.Name,
 		Durability: string(b.spec.Durability), Size: size, Needs: needs, Network: string(b.spec.Network),
+		Version: b.h.cfg.Version,
 	}
 	b.h.mu.Lock()
 	j := b.h.jobs[scoped{b.spec.Project, b.spec.Job}]

@@ -364,6 +364,9 @@ func TestMoveIsRefused(t *testing.T) {
 		c.why = "it was saved by another"
 		refuse(sandbox.ErrUnsupported, "it was saved by another")
 		c.why = ""
+		m.b.h.cfg.Version = "2"
+		refuse(sandbox.ErrUnsupported, "runs dsec 2")
+		m.b.h.cfg.Version = m.a.h.cfg.Version
 		m.b.h.Drain(true)
 		refuse(sandbox.ErrExhausted, "draining")
 		m.b.h.Drain(false)

@@ -80,6 +80,7 @@ type MoveFacts struct {
 	Needs         []byte                 `protobuf:"bytes,9,opt,name=needs,proto3" json:"needs,omitempty"`        // the backend's own words
 	Settings      *Job                   `protobuf:"bytes,10,opt,name=settings,proto3" json:"settings,omitempty"` // of its job, where that has any
 	Network       string                 `protobuf:"bytes,11,opt,name=network,proto3" json:"network,omitempty"`
+	Version       string                 `protobuf:"bytes,12,opt,name=version,proto3" json:"version,omitempty"` // of the host's software: what it saves is laid out as that says
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -187,6 +188,13 @@ func (x *MoveFacts) GetSettings() *Job {
 func (x *MoveFacts) GetNetwork() string {
 	if x != nil {
 		return x.Network
+	}
+	return ""
+}
+
+func (x *MoveFacts) GetVersion() string {
+	if x != nil {
+		return x.Version
 	}
 	return ""
 }
@@ -1345,7 +1353,7 @@ const file_dsec_v1_migrate_proto_rawDesc = "" +
 	"\n" +
 	"\x15dsec/v1/migrate.proto\x12\adsec.v1\x1a\x13dsec/v1/types.proto\x1a\x11dsec/v1/job.proto\x1a\x1fgoogle/protobuf/timestamp.proto\")\n" +
 	"\rSurveyRequest\x12\x18\n" +
-	"\asandbox\x18\x01 \x01(\tR\asandbox\"\x99\x02\n" +
+	"\asandbox\x18\x01 \x01(\tR\asandbox\"\xb3\x02\n" +
 	"\tMoveFacts\x12\x18\n" +
 	"\asandbox\x18\x01 \x01(\tR\asandbox\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x18\n" +
@@ -1360,7 +1368,8 @@ const file_dsec_v1_migrate_proto_rawDesc = "" +
 	"\x05needs\x18\t \x01(\fR\x05needs\x12(\n" +
 	"\bsettings\x18\n" +
 	" \x01(\v2\f.dsec.v1.JobR\bsettings\x12\x18\n" +
-	"\anetwork\x18\v \x01(\tR\anetwork\"8\n" +
+	"\anetwork\x18\v \x01(\tR\anetwork\x12\x18\n" +
+	"\aversion\x18\f \x01(\tR\aversion\"8\n" +
 	"\fAdmitRequest\x12(\n" +
 	"\x05facts\x18\x01 \x01(\v2\x12.dsec.v1.MoveFactsR\x05facts\"\x0f\n" +
 	"\rAdmitResponse\"O\n" +
