@@ -259,7 +259,7 @@ func (b *box) again() {
 	b.h.goes(func() {
 		ctx, cancel := b.h.bounded(stateWait)
 		defer cancel()
-		if err := b.resume(ctx, "not_moved"); err != nil && b.h.life.Err() == nil && !b.ended() {
+		if err := b.resume(ctx, "not_moved"); err != nil && b.h.life.Err() == nil && !errors.Is(err, sandbox.ErrState) { // it ended meanwhile
 			b.h.log.Error("resume a sandbox that was not moved", "sandbox", b.id, "err", err)
 		}
 	})
@@ -429,17 +429,20 @@ func (h *Host) conclude(ctx context.Context, q *dsecv1.ConcludeRequest) (moved b
 		return false, err
 	}
 	id := sandbox.ID(q.GetSandbox())
+	if h.gave(id, q.GetNonce()) {
+		return true, nil
+	}
 	leave, err := h.turns.enter(ctx, id)
 	if err != nil {
 		return false, err
 	}
-	defer leave()
-	h.mu.Lock()
-	b, p := h.boxes[id], h.passages[id]
-	h.mu.Unlock()
-	if p != nil && p.Gone != nil && p.Gone.Nonce == q.GetNonce() {
+	defer func() { leave() }()
+	if h.gave(id, q.GetNonce()) {
 		return true, nil
 	}
+	h.mu.Lock()
+	b := h.boxes[id]
+	h.mu.Unlock()
 	if b == nil || b.spec.Project != project(ctx) {
 		return false, nil
 	}
@@ -460,7 +463,10 @@ func (h *Host) conclude(ctx context.Context, q *dsecv1.ConcludeRequest) (moved b
 		moved, err = b.give(d)
 	}
 	if moved {
-		h.goes(func() { b.clear() })
+		over := leave // of the turn: it must not come back before all of it is gone
+		if h.goes(func() { defer over(); b.clear() }) {
+			leave = func() {}
+		}
 		return true, nil
 	}
 	if errors.Is(err, errDoubt) {
@@ -478,6 +484,14 @@ func (h *Host) conclude(ctx context.Context, q *dsecv1.ConcludeRequest) (moved b
 		h.end(b, *cause)
 	}
 	return false, err
+}
+
+// gave says whether a sandbox was given away by that move.
+func (h *Host) gave(id sandbox.ID, nonce string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	p := h.passages[id]
+	return p != nil && p.Gone != nil && p.Gone.Nonce == nonce
 }
 
 // give gives the sandbox away, unless something was recorded since it was sent.

@@ -341,6 +341,16 @@ func TestMove(t *testing.T) {
 				t.Fatal("after a restart it is elsewhere")
 			}
 		}
+		for range 5 { // back at once, while what it left is being removed
+			for _, way := range [][2]*rig{{m.b, m.a}, {m.a, m.b}} {
+				if err := m.move(way[0], way[1]); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if m.whole() != m.b {
+			t.Fatal("it is elsewhere")
+		}
 	})
 }
 
