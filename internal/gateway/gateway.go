@@ -2,12 +2,12 @@
 // else to the host that an ID names.
 //
 // It hides that there are many hosts. It keeps no state of its own: what it needs stands in the ID, in the fleet's picture, or is asked
-// of hosts; any number of gateways may serve the same hosts, and one that is killed is replaced without loss. It holds no body as
-// a whole: streams are passed on message by message, and a slow reader slows its writer.
+// of hosts; where moved sandboxes are it remembers for speed alone. Any number of gateways may serve the same hosts, and one that is killed is
+// replaced without loss. It holds no body as a whole: streams are passed on message by message, and a slow reader slows its writer.
 //
 // Invariants: a call reaches a host with the project that its key opens, and the host checks that the sandbox belongs to it. A call is
 // sent twice to a host only when nothing of it was sent the first time, or when its key makes the second time harmless.
-// Locks: recentMu is the only one; nothing is called under it.
+// Locks: recentMu and that of homes; nothing is called under either.
 package gateway
 
 import (

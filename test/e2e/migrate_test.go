@@ -208,6 +208,14 @@ func TestMigration(t *testing.T) {
 				t.Errorf("%s: %v", what, err)
 			}
 		}
+		if torture {
+			open := tr.g.box(t, func(o *client.Options) {
+				o.Backend, o.AllowDegraded, o.Network, o.Runtime = "microvm", true, "open", ""
+			})
+			if _, err := open.Migrate(within(t), ""); !errors.Is(err, client.ErrUnsupported) || !strings.Contains(err.Error(), "its network is open") {
+				t.Errorf("one of network open: %v", err)
+			}
+		}
 		tr.goesOn(4)
 	})
 	must(t, tr.sb.Stop(within(t)))
