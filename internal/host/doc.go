@@ -15,6 +15,6 @@
 //
 // One sandbox is one [box]; everything of it that changes is under box.mu. Host.mu guards the maps that find boxes, and jobs.
 //
-// Lock order: a turn of a move, box.forks, box.leaving, Host.mu, then box.mu. Under the first three there may be I/O. No I/O, no callback and no call of a backend or of the log happens under either
-// of the last two.
+// Lock order: a turn of a move, box.forks, box.leaving, Host.mu, then box.mu. No I/O, no callback and no call of a backend or of the log happens
+// under either of the last two.
 package host
