@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -273,7 +274,7 @@ func TestMigrationIsKilled(t *testing.T) {
 				s.kill()
 			}
 		}
-		for _, s := range append([]*service{tr.g}, tr.hosts...) {
+		for _, s := range append(slices.Clone(tr.hosts), tr.g) { // a gateway waits for hosts
 			if !s.lives() {
 				must(t, s.begin())
 			}
