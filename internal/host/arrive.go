@@ -429,6 +429,9 @@ func (h *Host) take(id sandbox.ID, c *coming) (*box, error) {
 		return nil, err
 	}
 	inst, err := h.reclaim(ctx, o)
+	if err != nil && !errors.Is(err, sandbox.ErrLost) { // who asks again tries again
+		return nil, fmt.Errorf("take %s: %w", id, err)
+	}
 	if err != nil {
 		h.log.Error("recover a sandbox that was moved", "sandbox", id, "err", err)
 		h.lost(o, err)
