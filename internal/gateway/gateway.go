@@ -388,6 +388,9 @@ func patient[S any](ctx context.Context, g *Gateway, p *rpc.Peer, again bool, ca
 
 // named puts the host into an error that is about reaching it.
 func named(err error, p *rpc.Peer, unsent bool) error {
+	if errors.Is(err, rpc.ErrMoved) {
+		return fmt.Errorf("%v: %w", err, rpc.ErrUnavailable)
+	}
 	if !errors.Is(err, rpc.ErrUnavailable) {
 		return err
 	}

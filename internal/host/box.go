@@ -132,7 +132,7 @@ func (b *box) appendAs(d sandbox.Durability, recs ...trajectory.Record) (first u
 	b.leaving.RLock()
 	defer b.leaving.RUnlock()
 	if b.given {
-		return 0, fmt.Errorf("record of sandbox %s: it went to another host: %w", b.id, rpc.ErrUnavailable)
+		return 0, fmt.Errorf("record of sandbox %s: it went to another host: %w", b.id, rpc.ErrMoved)
 	}
 	for i := range recs {
 		recs[i].Epoch = b.epoch.Load()

@@ -314,7 +314,7 @@ func TestMove(t *testing.T) {
 				t.Fatal(err)
 			}
 			if i == 0 {
-				wantErr(t, <-waits, rpc.ErrUnavailable, "went to host haway1")
+				wantErr(t, <-waits, rpc.ErrMoved, "went to host haway1")
 			}
 			if m.whole() != to {
 				t.Fatal("it did not go")
@@ -326,9 +326,9 @@ func TestMove(t *testing.T) {
 				t.Errorf("concluded again: %v, %v", moved, err)
 			}
 			_, err := from.h.get(in("default"), string(m.id))
-			wantErr(t, err, rpc.ErrUnavailable, "went to host "+string(to.id))
+			wantErr(t, err, rpc.ErrMoved, "went to host "+string(to.id))
 			_, _, err = from.h.create(in("default"), createRequest("k"))
-			wantErr(t, err, rpc.ErrUnavailable, "went to host "+string(to.id))
+			wantErr(t, err, rpc.ErrMoved, "went to host "+string(to.id))
 			for _, q := range []*dsecv1.FindKeyRequest{{Job: "j", Key: "k"}, {Name: "name"}, {Sandbox: string(m.id)}} {
 				f, err := hostService{from.h}.FindKey(in("default"), connect.NewRequest(q))
 				if err != nil || f.Msg.MovedTo != string(to.id) || f.Msg.Move != m.nonce() {
@@ -415,7 +415,7 @@ func TestMoveAndOthers(t *testing.T) {
 		if moved, err := m.conclude(m.a, true); !moved || err != nil {
 			t.Fatal(moved, err)
 		}
-		wantErr(t, <-used, rpc.ErrUnavailable, "went to host haway1")
+		wantErr(t, <-used, rpc.ErrMoved, "went to host haway1")
 		_, err := m.b.h.get(in("default"), string(m.id)) // nobody settled it
 		wantErr(t, err, rpc.ErrUnavailable, "on its way here")
 		m.tidy(m.a, m.b)

@@ -70,7 +70,7 @@ func (p *passage) arrived(move string) bool { return p.Coming != nil && p.Coming
 // elsewhere is what is answered to who asks for the sandbox here.
 func (p *passage) elsewhere(id sandbox.ID) error {
 	if p.Gone != nil {
-		return fmt.Errorf("sandbox %s went to host %s; nothing was done here, repeat the call: %w", p.ID, p.Gone.To, rpc.ErrUnavailable)
+		return fmt.Errorf("sandbox %s went to host %s; nothing was done here, repeat the call: %w", p.ID, p.Gone.To, rpc.ErrMoved)
 	}
 	return fmt.Errorf("sandbox %s is on its way here from host %s, which alone knows whether it still has it; repeat the call: %w", p.ID, p.Coming.From, rpc.ErrUnavailable)
 }
