@@ -43,7 +43,7 @@ func words(app *kong.Application) map[string][]string {
 	return out
 }
 
-var takesSandbox = []string{"exec", "shell", "inspect", "stop", "pause", "resume", "logs", "snapshot", "fork", "cp"}
+var takesSandbox = []string{"exec", "shell", "inspect", "stop", "pause", "resume", "logs", "snapshot", "fork", "migrate", "cp"}
 
 func bashCompletion(app *kong.Application) string {
 	var b strings.Builder

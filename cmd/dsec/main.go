@@ -46,6 +46,7 @@ type cli struct {
 	Snapshot snapshotCmd `cmd:"" group:"sandboxes" help:"Make a sandbox's changes a new layer."`
 	Screen   screenCmd   `cmd:"" group:"sandboxes" help:"Use a sandbox's screen: picture, keys, pointer."`
 	Fork     forkCmd     `cmd:"" group:"sandboxes" help:"Make sandboxes that begin with the files of a living one."`
+	Migrate  migrateCmd  `cmd:"" group:"sandboxes" help:"Move a sandbox of a machine to another host."`
 	Top      topCmd      `cmd:"" group:"sandboxes" help:"Show what the sandboxes use."`
 	FnCall   fncallCmd   `cmd:"" name:"fncall" group:"sandboxes" help:"Run a small program to its end and judge it."`
 

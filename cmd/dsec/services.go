@@ -436,6 +436,7 @@ func (e *entry) serve(ctx context.Context, listeners ...net.Listener) error {
 	defer e.facts.Close()
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.monitor.Run(run) })
+	g.Go(func() error { return e.gateway.Run(run) })
 	g.Go(func() error { return e.server.Run(run, listeners...) })
 	g.Go(func() error { return e.sweep(run) })
 	g.Go(func() error { return e.images.Run(run) })

@@ -351,6 +351,17 @@ func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d pla
 			return resp.Msg, id, nil
 		case errors.Is(err, sandbox.ErrExhausted):
 			full = append(full, fmt.Errorf("host %s: %w", id, err))
+		case errors.Is(err, rpc.ErrUnavailable) && g.seemsUp(p):
+			// It may have had the sandbox of the key, and given it away.
+			_, next, ferr := g.follow(ctx, finding{job: hq.Spec.Job, key: hq.Spec.Key}, p)
+			if ferr != nil || next == nil {
+				return nil, id, err
+			}
+			resp, err := send(ctx, g, next, hq, true, next.Host.Create)
+			if err != nil {
+				return nil, id, err
+			}
+			return resp.Msg, id, nil
 		default:
 			// Also a host that went away: it may have made the sandbox, so no other is tried. The key finds it later.
 			return nil, id, err

@@ -214,7 +214,7 @@ func (g *Gateway) readFile(w http.ResponseWriter, r *http.Request) {
 		if q.err != nil {
 			return q.err
 		}
-		id, p, err := g.locate(ctx, m.At.Sandbox)
+		id, p, err := g.surely(ctx, m.At.Sandbox)
 		if err != nil {
 			return err
 		}
@@ -294,7 +294,7 @@ func (g *Gateway) writeFile(w http.ResponseWriter, r *http.Request) {
 			return q.err
 		}
 		step(&m.Step)
-		id, p, err := g.locate(ctx, m.At.Sandbox)
+		id, p, err := g.surely(ctx, m.At.Sandbox)
 		if err != nil {
 			return err
 		}
@@ -323,7 +323,7 @@ func (g *Gateway) readTree(w http.ResponseWriter, r *http.Request) {
 		if q.err != nil {
 			return q.err
 		}
-		id, p, err := g.locate(ctx, m.At.Sandbox)
+		id, p, err := g.surely(ctx, m.At.Sandbox)
 		if err != nil {
 			return err
 		}
@@ -354,7 +354,7 @@ func (g *Gateway) writeTree(w http.ResponseWriter, r *http.Request) {
 			return q.err
 		}
 		step(&m.Step)
-		id, p, err := g.locate(ctx, m.At.Sandbox)
+		id, p, err := g.surely(ctx, m.At.Sandbox)
 		if err != nil {
 			return err
 		}

@@ -18,9 +18,13 @@ import (
 // finding is what a sandbox is looked for by: a key in a job, or the name of a living one.
 type finding struct {
 	job, key, name string
+	id             sandbox.ID // of one that may have moved; alone
 }
 
 func (f finding) String() string {
+	if f.id != "" {
+		return string(f.id)
+	}
 	if f.key == "" {
 		return "name " + f.name
 	}
@@ -101,6 +105,12 @@ func (g *Gateway) findOn(ctx context.Context, f *placement.Fleet, order []sandbo
 		resp, a.peer, a.err = ask(ctx, g, id, g.askTime, func(ctx context.Context, p *rpc.Peer) (*connect.Response[dsecv1.FindKeyResponse], error) {
 			return p.Host.FindKey(ctx, connect.NewRequest(&dsecv1.FindKeyRequest{Job: what.job, Key: what.key, Name: what.name}))
 		})
+		if a.err == nil && resp.Msg.GetMovedTo() != "" {
+			if a.sb, a.peer, a.err = g.follow(ctx, what, a.peer); a.sb == nil && a.err == nil {
+				a.err = sandbox.ErrNotFound
+			}
+			return a
+		}
 		if a.err == nil {
 			a.sb = resp.Msg.GetSandbox()
 		}

@@ -20,7 +20,7 @@ func (s sandboxes) Fork(ctx context.Context, r *connect.Request[dsecv1.ForkReque
 	if !chosen {
 		q.Key = sandbox.NewKey()
 	}
-	id, p, err := g.locate(ctx, q.Id)
+	id, p, err := g.surely(ctx, q.Id)
 	if err != nil {
 		return nil, err
 	}

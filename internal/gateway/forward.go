@@ -24,7 +24,14 @@ func forward[Q, S any](ctx context.Context, g *Gateway, q *Q, ref *string, again
 		return nil, err
 	}
 	*ref = id
-	return send(ctx, g, p, q, again, of(p))
+	resp, err := send(ctx, g, p, q, again, of(p))
+	if err == nil {
+		return resp, nil
+	}
+	if next, ok := g.astray(ctx, id, p, err); ok && again {
+		return send(ctx, g, next, q, again, of(next))
+	}
+	return resp, err
 }
 
 func send[Q, S any](ctx context.Context, g *Gateway, p *rpc.Peer, q *Q, again bool, call unary[Q, S]) (*connect.Response[S], error) {
@@ -43,7 +50,19 @@ func pass[Q, S any](ctx context.Context, g *Gateway, q *Q, ref *string, out *con
 		return err
 	}
 	*ref = id
-	return pump(ctx, g, p, func() (*connect.ServerStreamForClient[S], error) { return of(p)(ctx, connect.NewRequest(q)) }, out.Send)
+	told := false
+	tell := func(m *S) error {
+		told = true
+		return out.Send(m)
+	}
+	err = pump(ctx, g, p, func() (*connect.ServerStreamForClient[S], error) { return of(p)(ctx, connect.NewRequest(q)) }, tell)
+	if err == nil || told {
+		return err
+	}
+	if next, ok := g.astray(ctx, id, p, err); ok {
+		return pump(ctx, g, next, func() (*connect.ServerStreamForClient[S], error) { return of(next)(ctx, connect.NewRequest(q)) }, tell)
+	}
+	return err
 }
 
 func pump[S any](ctx context.Context, g *Gateway, p *rpc.Peer, open func() (*connect.ServerStreamForClient[S], error), send func(*S) error) error {
@@ -88,7 +107,7 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 		return nil, errNoMessage
 	}
 	ref := first(in.Msg())
-	id, p, err := g.locate(ctx, *ref)
+	id, p, err := g.surely(ctx, *ref)
 	if err != nil {
 		return nil, err
 	}
@@ -111,7 +130,9 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 	}
 	resp, err := out.CloseAndReceive()
 	if err != nil {
-		return nil, named(rpc.FromError(err), p, rpc.Unsent(err))
+		err = named(rpc.FromError(err), p, rpc.Unsent(err))
+		g.astray(ctx, id, p, err) // the next call goes there
+		return nil, err
 	}
 	return connect.NewResponse(resp.Msg), nil
 }

@@ -2,12 +2,12 @@
 // else to the host that an ID names.
 //
 // It hides that there are many hosts. It keeps no state of its own: what it needs stands in the ID, in the fleet's picture, or is asked
-// of hosts; any number of gateways may serve the same hosts, and one that is killed is replaced without loss. It holds no body as
-// a whole: streams are passed on message by message, and a slow reader slows its writer.
+// of hosts; where moved sandboxes are it remembers for speed alone. Any number of gateways may serve the same hosts, and one that is killed is
+// replaced without loss. It holds no body as a whole: streams are passed on message by message, and a slow reader slows its writer.
 //
 // Invariants: a call reaches a host with the project that its key opens, and the host checks that the sandbox belongs to it. A call is
 // sent twice to a host only when nothing of it was sent the first time, or when its key makes the second time harmless.
-// Locks: recentMu is the only one; nothing is called under it.
+// Locks: recentMu and that of homes; nothing is called under either.
 package gateway
 
 import (
@@ -93,6 +93,7 @@ type Gateway struct {
 	abandoned atomic.Int64
 	askTime   time.Duration
 	born      time.Time
+	homes     homes
 
 	recentMu sync.Mutex
 	recent   placement.Recent
@@ -120,6 +121,7 @@ func New(cfg Config, d Deps) (*Gateway, error) {
 	g.random = func() *rand.Rand { return rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())) }
 	g.edge = &rpc.Edge{Log: d.Log, Guard: g.guard, Deadline: map[string]time.Duration{
 		dsecv1connect.SandboxServiceSnapshotProcedure:    15 * time.Minute,
+		dsecv1connect.SandboxServiceMigrateProcedure:     migrateTime,
 		dsecv1connect.SandboxServiceCreateBatchProcedure: 15 * time.Minute,
 		dsecv1connect.ImageServicePutImageProcedure:      15 * time.Minute,
 		dsecv1connect.RestoreServiceRestoreProcedure:     5 * time.Minute, // above its own wait
@@ -328,6 +330,9 @@ func (g *Gateway) locate(ctx context.Context, ref string) (string, *rpc.Peer, er
 
 func (g *Gateway) peerOf(ctx context.Context, id sandbox.ID) (*rpc.Peer, error) {
 	host := id.Host()
+	if at, ok := g.homes.get(id); ok {
+		host = at
+	}
 	p, ok := g.fleet.Peer(host)
 	if !ok {
 		g.ready(ctx)
@@ -383,6 +388,9 @@ func patient[S any](ctx context.Context, g *Gateway, p *rpc.Peer, again bool, ca
 
 // named puts the host into an error that is about reaching it.
 func named(err error, p *rpc.Peer, unsent bool) error {
+	if errors.Is(err, rpc.ErrMoved) {
+		return fmt.Errorf("%v: %w", err, rpc.ErrUnavailable)
+	}
 	if !errors.Is(err, rpc.ErrUnavailable) {
 		return err
 	}

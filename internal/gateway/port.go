@@ -171,7 +171,7 @@ func (p *ports) resolve(ctx context.Context, rt *route) error {
 
 // identify finds the ID and the host of a sandbox that is named by ID or name.
 func (g *Gateway) identify(ctx context.Context, ref string) (sandbox.ID, *rpc.Peer, error) {
-	ref, peer, err := g.locate(ctx, ref)
+	ref, peer, err := g.surely(ctx, ref)
 	if err != nil {
 		return "", nil, err
 	}

@@ -90,6 +90,12 @@ func (g *Gateway) restorer(ctx context.Context, q *dsecv1.RestoreRequest, lost s
 		if lost == id.Host() {
 			return nil, nil, fmt.Errorf("restore: lost_host %s: it answers, so it is not lost: %w", lost, sandbox.ErrState)
 		}
+		if !g.hasMoved(p) {
+			return p, nil, nil
+		}
+		if _, next, err := g.follow(ctx, finding{id: id}, p); err == nil && next != nil {
+			p = next
+		}
 		return p, nil, nil
 	}
 	return g.movedTo(ctx, id), nil, nil
@@ -109,7 +115,7 @@ func (g *Gateway) movedTo(ctx context.Context, id sandbox.ID) *rpc.Peer {
 		resp, p, err := ask(ctx, g, up[i], g.askTime, func(ctx context.Context, p *rpc.Peer) (*connect.Response[dsecv1.FindKeyResponse], error) {
 			return p.Host.FindKey(ctx, connect.NewRequest(&dsecv1.FindKeyRequest{Sandbox: string(id)}))
 		})
-		if err == nil && resp.Msg.GetSandbox().GetId() != "" {
+		if err == nil && resp.Msg.GetSandbox().GetId() != "" && resp.Msg.GetMovedTo() == "" {
 			found[i] = p
 		}
 	}) != nil {

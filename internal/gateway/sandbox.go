@@ -336,7 +336,7 @@ func (g *Gateway) byIDs(ctx context.Context, sel *dsecv1.Selector, call func(con
 	peers, refs := make([]*rpc.Peer, len(sel.Ids)), make([]string, len(sel.Ids))
 	failed := make([]error, len(sel.Ids))
 	if err := each(ctx, len(sel.Ids), func(ctx context.Context, i int) {
-		refs[i], peers[i], failed[i] = g.locate(ctx, sel.Ids[i])
+		refs[i], peers[i], failed[i] = g.surely(ctx, sel.Ids[i])
 	}); err != nil {
 		return nil, err
 	}

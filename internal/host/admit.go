@@ -166,6 +166,7 @@ type Status struct {
 	Running, Creating, Slots                        int64
 	MemoryTotal, MemoryAvailable, DiskFree, LogFree int64
 	Load                                            float64
+	Arrivals, Moved                                 int64 // by moves: not known how they ended, and gone
 	Draining                                        bool
 }
 
@@ -175,6 +176,7 @@ func (h *Host) status() Status {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	s.Running, s.Creating, s.Draining = int64(len(h.alive)-h.creating), int64(h.creating), h.draining
+	s.Arrivals, s.Moved = h.countPassages()
 	s.Slots = int64(max(0, h.cfg.MaxSandboxes-len(h.alive)))
 	if h.admit(r) != nil {
 		s.Slots = 0

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -87,7 +88,8 @@ func (b *box) readOutput(ctx context.Context, s *step, stream sandbox.StreamName
 
 // attach streams a command's output from the offsets until it and its streams have ended. It reads from the log at the receiver's
 // pace, so that a slow one holds up nobody; nothing is told twice or left out.
-func (b *box) attach(ctx context.Context, s *step, stdout, stderr int64, late bool, send func(*dsecv1.AttachResponse) error) error {
+func (b *box) attach(ctx context.Context, s *step, stdout, stderr int64, late bool, send func(*dsecv1.AttachResponse) error) (err error) {
+	defer func() { err = b.unlessMoved(err) }()
 	if stdout < 0 || stderr < 0 {
 		return fmt.Errorf("attach: offsets must not be negative: %w", sandbox.ErrInvalid)
 	}
@@ -100,7 +102,7 @@ func (b *box) attach(ctx context.Context, s *step, stdout, stderr int64, late bo
 		for _, st := range bothStreams {
 			ends[st] = s.total(st)
 		}
-		err := s.err
+		err := cmp.Or(b.moved, s.err)
 		changed, box := s.changed.wait(), b.changed.wait()
 		b.mu.Unlock()
 		if err != nil {

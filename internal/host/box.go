@@ -49,6 +49,8 @@ type box struct {
 	next    atomic.Pointer[box] // that goes on with its trajectory, or tries to
 	whole   atomic.Bool         // of one that goes on with a trajectory: its restore is complete
 	forks   sync.Mutex          // one fork at a time; taken before mu
+	leaving sync.RWMutex        // held for reading while a record is written, for writing while the sandbox is given away; taken before mu
+	given   bool                // under leaving: nothing is recorded here any more
 
 	mu      sync.Mutex
 	changed bell // state, and what waits for the number of acts
@@ -79,6 +81,9 @@ type box struct {
 	asked  int       // creates that joined it
 	timer  *time.Timer
 	wakeAt time.Time // when timer fires
+
+	away  *departure // to another host, under way
+	moved error      // that it went to another host; the box is in no map then
 
 	tracing tracing // of what its steps did
 
@@ -124,6 +129,11 @@ func (b *box) append(recs ...trajectory.Record) (first uint64, err error) {
 
 // appendAs is append with another durability on this machine.
 func (b *box) appendAs(d sandbox.Durability, recs ...trajectory.Record) (first uint64, err error) {
+	b.leaving.RLock()
+	defer b.leaving.RUnlock()
+	if b.given {
+		return 0, fmt.Errorf("record of sandbox %s: it went to another host: %w", b.id, rpc.ErrMoved)
+	}
 	for i := range recs {
 		recs[i].Epoch = b.epoch.Load()
 	}
@@ -245,6 +255,9 @@ func (b *box) waitChange(ctx context.Context) error {
 
 // gone says why nothing can be asked of the sandbox any more; mu is held.
 func (b *box) gone() error {
+	if b.moved != nil {
+		return b.moved
+	}
 	state := b.state
 	if !state.Ended() {
 		state = sandbox.Stopping

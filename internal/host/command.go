@@ -429,7 +429,7 @@ func (b *box) waitCommand(ctx context.Context, s *step, d time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, min(d, sandbox.MaxLongPoll))
 	defer cancel()
 	b.mu.Lock()
-	for s.state == beginning || s.state == working {
+	for (s.state == beginning || s.state == working) && b.moved == nil {
 		if err := b.waitStep(ctx, s); err != nil {
 			if errors.Is(err, context.DeadlineExceeded) {
 				return nil // the answer says that it still runs
@@ -437,7 +437,7 @@ func (b *box) waitCommand(ctx context.Context, s *step, d time.Duration) error {
 			return err
 		}
 	}
-	err := s.err
+	err := cmp.Or(b.moved, s.err) // what is answered is read where it is now
 	b.mu.Unlock()
 	return err
 }

@@ -141,6 +141,9 @@ func (h *Host) claim(b *box, r reading) (known *box, err error) {
 	if until, ok := h.tombs[b.traj]; ok && time.Now().Before(until) {
 		return nil, fmt.Errorf("it was stopped before it was created: %w", sandbox.ErrState)
 	}
+	if p := h.crossed[b.traj]; p != nil {
+		return nil, p.elsewhere("")
+	}
 	j, err := h.joinJob(b)
 	if err != nil {
 		return nil, err

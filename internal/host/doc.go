@@ -10,9 +10,11 @@
 //   - A step is never run twice. Its ID is taken in memory before its record is written; after a restart a step without an end is
 //     asked for at the backend: known ones go on, unknown ones are void and their ID is free again.
 //   - Whatever was begun for a client goes on when the client leaves: acts run on the host's context with a bound of their own.
+//   - A sandbox that moves to another host is one host's at every moment: a file says whose, and each step of a move is one rename of it.
 //   - Readers never hold up writers: streams of output are read from the log at the reader's pace.
 //
 // One sandbox is one [box]; everything of it that changes is under box.mu. Host.mu guards the maps that find boxes, and jobs.
 //
-// Lock order: Host.mu, then box.mu. No I/O, no callback and no call of a backend or of the log happens under either.
+// Lock order: a turn of a move, box.forks, box.leaving, Host.mu, then box.mu. No I/O, no callback and no call of a backend or of the log happens
+// under either of the last two.
 package host

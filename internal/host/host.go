@@ -51,6 +51,7 @@ type Host struct {
 	calls  *fncall.Engine // nil: none are run
 	loaded histories      // steps of ended sandboxes that were read back
 	gone   lostLogs       // of hosts whose sandboxes were restored here
+	turns  turns          // one act of a move at a time
 
 	mu       sync.Mutex
 	boxes    map[sandbox.ID]*box
@@ -63,7 +64,9 @@ type Host struct {
 	creating int
 	draining bool
 	closed   bool
-	looking  bool // whether the place in the store is still ours
+	passages map[sandbox.ID]*passage    // of sandboxes that went to other hosts or come from them
+	crossed  map[trajectory.ID]*passage // the same
+	looking  bool                       // whether the place in the store is still ours
 	mem      reading
 }
 
@@ -88,7 +91,7 @@ func New(cfg Config, deps Deps) (*Host, error) {
 	h := &Host{
 		cfg: cfg, deps: deps, log: deps.Logger, secret: secret, births: semaphore.NewWeighted(int64(cfg.MaxBirths)), screens: semaphore.NewWeighted(maxScreens),
 		ready: make(chan struct{}), boxes: map[sandbox.ID]*box{}, alive: map[sandbox.ID]*box{}, keys: map[trajectory.ID]*box{}, names: map[scoped]*box{},
-		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{}, restores: map[trajectory.ID]*attempt{},
+		jobs: map[scoped]*job{}, tombs: map[trajectory.ID]time.Time{}, restores: map[trajectory.ID]*attempt{}, passages: map[sandbox.ID]*passage{}, crossed: map[trajectory.ID]*passage{},
 	}
 	h.life, h.cancel = context.WithCancel(context.Background())
 	h.m = newMetrics(h, deps.Registry)
@@ -199,7 +202,7 @@ func (h *Host) StopAll(ctx context.Context) error {
 		h.end(b, sandbox.Cause{Class: sandbox.ClassClient, Reason: "shutdown"})
 	}
 	for _, b := range all {
-		if err := b.waitEnd(ctx); err != nil {
+		if err := b.waitEnd(ctx); err != nil && b.unlessMoved(nil) == nil {
 			errs = append(errs, err)
 		}
 	}
@@ -256,7 +259,14 @@ func (h *Host) get(ctx context.Context, ref string) (*box, error) {
 	if b == nil {
 		b = h.names[scoped{p, ref}]
 	}
+	var away *passage
+	if b == nil {
+		away = h.passedID(sandbox.ID(ref))
+	}
 	h.mu.Unlock()
+	if away != nil && away.traj().Project == p {
+		return nil, away.elsewhere(sandbox.ID(ref))
+	}
 	if b == nil || b.spec.Project != p {
 		if ref == "" {
 			return nil, fmt.Errorf("sandbox: give its id or name: %w", sandbox.ErrInvalid)

@@ -392,6 +392,9 @@ func (h *Host) expire(ctx context.Context) {
 			over = append(over, j)
 		}
 	}
+	h.mu.Unlock()
+	h.expirePassages(now)
+	h.mu.Lock()
 	var loose []*box
 	for _, b := range h.boxes {
 		if b.spec.Job == noJob && b.next.Load() == nil && b.overSince(now) > h.cfg.Retention {

@@ -45,7 +45,8 @@ type story struct {
 	total   time.Time       // a deadline that was set later; zero is the create's
 	loose   map[string]bool // sessions that were asked for and not told open
 	summary *dsecv1.Summary
-	foreign uint64 // records up to here are of a lost host
+	foreign uint64 // records up to here are of a lost host, or of one that gave the sandbox away
+	move    string // nonce of the move by which it came last
 	verdicts
 }
 
@@ -123,7 +124,7 @@ func (st *story) take(r *trajectory.Record, t tag, m proto.Message) {
 	case *dsecv1.Restored:
 		st.call = m.GetId()
 	case *dsecv1.Recalled:
-		st.foreign = r.Seq
+		st.foreign, st.move = r.Seq, m.GetMove()
 	case *dsecv1.Verdict:
 		st.note(m, r.Seq, r.Wall)
 	case *dsecv1.SetLifetimeRequest:
@@ -260,6 +261,9 @@ type orphan struct {
 // recover takes back what the last host left.
 func (h *Host) recover(ctx context.Context) error {
 	start := time.Now()
+	if err := h.rereadPassages(); err != nil {
+		return err
+	}
 	orphans, half, known, err := h.reread(ctx)
 	if err != nil {
 		return err
@@ -275,6 +279,7 @@ func (h *Host) recover(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	h.tidyPassages(ctx, living)
 	for name, be := range h.deps.Backends {
 		if err := h.sweep(ctx, name, be, living); err != nil {
 			return err
@@ -428,7 +433,8 @@ func (h *Host) reread(ctx context.Context) (orphans []orphan, half []*box, known
 // rereadBox makes a box of a trajectory; nil where there is no sandbox to speak of. The story is nil where the log does not know one.
 func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, error) {
 	st, err := h.tell(ctx, id, lifeStory, 0)
-	if err == nil && !st.void && (!st.state.Ended() || st.restored(h.cfg.ID)) {
+	p := h.passageOf(id)
+	if err == nil && !st.void && (!st.state.Ended() || st.restored(h.cfg.ID) || p != nil) {
 		st, err = h.tell(ctx, id, wholeStory, 0)
 	}
 	switch {
@@ -439,6 +445,8 @@ func (h *Host) rereadBox(ctx context.Context, id trajectory.ID) (*box, *story, e
 		return nil, nil, nil
 	case st.void:
 		return nil, st, nil
+	case p != nil && !p.arrived(st.move):
+		return nil, st, h.rereadPassage(ctx, id, p)
 	case st.id.Host() != h.cfg.ID && st.foreign == 0: // a copy of a lost host's records that was broken off
 		h.log.Warn("remove the half copy of a lost host's records", "trajectory", id)
 		return nil, st, h.deps.Log.Remove(ctx, id)

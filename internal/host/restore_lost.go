@@ -268,18 +268,23 @@ func (h *Host) copyLost(ctx context.Context, log LostLog, id trajectory.ID, lost
 	if expired {
 		return nil, fmt.Errorf("job %s has expired: %w", id.Job, sandbox.ErrState)
 	}
+	end, err := h.recallPassage(ctx, id, lost)
+	if err != nil {
+		return nil, err
+	}
+	done := false
+	defer func() { err = errors.Join(err, end(done)) }()
 	if _, err := h.deps.Log.Stat(id); err == nil { // what a failed copy or creation left
 		if err := h.deps.Log.Remove(h.life, id); err != nil {
 			return nil, err
 		}
 	}
-	done := false
 	defer func() {
 		if !done {
 			err = errors.Join(err, h.deps.Log.Remove(h.life, id))
 		}
 	}()
-	durability, end, err := h.copyRecords(ctx, log, id)
+	durability, last, err := h.copyRecords(ctx, log, id)
 	if err != nil {
 		return nil, err
 	}
@@ -287,8 +292,8 @@ func (h *Host) copyLost(ctx context.Context, log LostLog, id trajectory.ID, lost
 	if err != nil {
 		return nil, err
 	}
-	end.Host = string(lost)
-	mark := trajectory.Record{Kind: trajectory.KindEvent, Epoch: info.Epoch + 1, Payload: encode(tagRecalled, end)}
+	last.Host = string(lost)
+	mark := trajectory.Record{Kind: trajectory.KindEvent, Epoch: info.Epoch + 1, Payload: encode(tagRecalled, last)}
 	if _, err := h.deps.Log.Append(h.life, id, []trajectory.Record{mark}, durability); err != nil {
 		return nil, fmt.Errorf("record the copy of %v: %w", id, err)
 	}
@@ -303,8 +308,14 @@ func (h *Host) copyLost(ctx context.Context, log LostLog, id trajectory.ID, lost
 	return h.endLost(ctx, id, st, lost)
 }
 
+// recordSource is where records are copied from.
+type recordSource interface {
+	Read(ctx context.Context, id trajectory.ID, q trajectory.Query) (recs []trajectory.Record, next uint64, err error)
+	OpenInput(in *trajectory.Input) (io.ReadCloser, error)
+}
+
 // copyRecords copies all records; what is missing leaves a mark, so that the others keep their numbers.
-func (h *Host) copyRecords(ctx context.Context, log LostLog, id trajectory.ID) (d sandbox.Durability, end *dsecv1.Recalled, err error) {
+func (h *Host) copyRecords(ctx context.Context, log recordSource, id trajectory.ID) (d sandbox.Durability, end *dsecv1.Recalled, err error) {
 	end, d = &dsecv1.Recalled{}, sandbox.DurabilityProcess
 	q := trajectory.Query{Limit: 256}
 	var epoch uint32

@@ -22,6 +22,7 @@ func (h *Host) Handler(edge *rpc.Edge) http.Handler {
 	mux.Handle(dsecv1connect.NewFnCallServiceHandler(fnCallService{h}, opts))
 	mux.Handle(dsecv1connect.NewHostServiceHandler(hostService{h}, opts))
 	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(restoreService{h}, opts))
+	mux.Handle(dsecv1connect.NewHostMoveServiceHandler(moveService{h}, opts))
 	mux.Handle(dsecv1connect.NewInfoServiceHandler(infoService{h}, opts))
 	mux.Handle(rpc.TunnelPattern, edge.Tunnel(h.dialPort))
 	mux.Handle(rpc.ScreenPattern, edge.TunnelScreen(h.dialScreen))

@@ -32,7 +32,7 @@ func (s hostService) Status(ctx context.Context, req *connect.Request[dsecv1.Hos
 	r := &dsecv1.HostStatusResponse{
 		Host: string(s.h.cfg.ID), Version: s.h.cfg.Version, Protocol: rpc.Protocol, Running: st.Running, Creating: st.Creating,
 		MemoryTotal: st.MemoryTotal, MemoryAvailable: st.MemoryAvailable, DiskFree: st.DiskFree, LogFree: st.LogFree, Load: st.Load,
-		Draining: st.Draining, SlotsFree: st.Slots, Backends: s.h.capabilities(),
+		Arrivals: st.Arrivals, Moved: st.Moved, Draining: st.Draining, SlotsFree: st.Slots, Backends: s.h.capabilities(),
 	}
 	if req.Msg.GetRecent() && s.h.deps.Doctor != nil {
 		r.Doctor = s.h.deps.Doctor(ctx)
@@ -72,12 +72,18 @@ func (s hostService) FindKey(ctx context.Context, req *connect.Request[dsecv1.Fi
 	if b == nil && m.GetName() != "" {
 		b = h.names[scoped{p, m.GetName()}]
 	}
+	var away *passage
+	if b == nil {
+		away = h.passageFor(p, m)
+	}
 	j := h.jobs[scoped{p, jobName(m.GetJob())}]
 	expired := j != nil && !j.expired.IsZero()
 	h.mu.Unlock()
 	switch {
 	case b != nil:
 		return connect.NewResponse(&dsecv1.FindKeyResponse{Sandbox: b.proto()}), nil
+	case away != nil:
+		return away.found()
 	case expired && m.GetKey() != "":
 		return nil, fmt.Errorf("key %.60q: job %s has expired: %w", m.GetKey(), m.GetJob(), sandbox.ErrState)
 	}

@@ -72,6 +72,9 @@ func (h *Host) removed(b *box, err error) bool {
 		return false
 	}
 	_, serr := h.deps.Log.Stat(b.traj)
+	if b.unlessMoved(nil) != nil {
+		return false // it is told elsewhere
+	}
 	return errors.Is(serr, sandbox.ErrNotFound)
 }
 

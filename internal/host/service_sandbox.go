@@ -197,7 +197,7 @@ const (
 )
 
 // Read streams a trajectory's records; with follow until the sandbox has ended and all is told. It wakes nothing.
-func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLogRequest], stream *connect.ServerStream[dsecv1.ReadLogResponse]) error {
+func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLogRequest], stream *connect.ServerStream[dsecv1.ReadLogResponse]) (err error) {
 	m, h := req.Msg, s.h
 	if isCalls(trajectory.ID{Key: m.GetKey()}) {
 		return s.readCalls(ctx, m, stream)
@@ -206,6 +206,7 @@ func (s logService) Read(ctx context.Context, req *connect.Request[dsecv1.ReadLo
 	if err != nil {
 		return err
 	}
+	defer func() { err = b.unlessMoved(err) }() // the log does not end here then
 	q := trajectory.Query{From: uint64(max(1, m.GetFromSeq())), Limit: batchRecords}
 	for {
 		over := b.ended() // before the read: what comes after an end is told in the next round

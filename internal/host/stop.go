@@ -14,6 +14,10 @@ import (
 // end begins the end of a sandbox for the cause, unless it has begun. What follows runs in the background: waitEnd waits for it.
 func (h *Host) end(b *box, cause sandbox.Cause) {
 	b.mu.Lock()
+	if b.away.holds(cause) {
+		b.mu.Unlock()
+		return
+	}
 	if b.ending || b.state.Ended() {
 		if cause.Class == sandbox.ClassPlatform && !b.state.Ended() {
 			b.cause = cause // the platform's own failure wins over what was asked for
@@ -48,8 +52,9 @@ func (b *box) waitEnd(ctx context.Context) error {
 		}
 		b.mu.Lock()
 	}
+	err := b.moved
 	b.mu.Unlock()
-	return nil
+	return err
 }
 
 // finish frees everything of a sandbox whose state is stopping, and records its end. It gives up only when the host shuts down;

@@ -235,7 +235,7 @@ func describe(addr string, s *dsecv1.HostStatusResponse, now time.Time) placemen
 		ID: sandbox.HostID(s.GetHost()), Addr: addr, Version: s.GetVersion(), Protocol: int(s.GetProtocol()), Up: true, At: now, Draining: s.GetDraining(),
 		Running: max(0, s.GetRunning()), Creating: max(0, s.GetCreating()), SlotsFree: max(0, s.GetSlotsFree()),
 		MemoryTotal: max(0, s.GetMemoryTotal()), MemoryAvailable: max(0, min(s.GetMemoryAvailable(), s.GetMemoryTotal())),
-		DiskFree: max(0, s.GetDiskFree()), LogFree: max(0, s.GetLogFree()), Load: s.GetLoad(), Doctor: s.GetDoctor(),
+		DiskFree: max(0, s.GetDiskFree()), LogFree: max(0, s.GetLogFree()), Load: s.GetLoad(), Arrivals: s.GetArrivals(), Moved: s.GetMoved(), Doctor: s.GetDoctor(),
 	}
 	for _, c := range s.GetBackends() {
 		h.Backends = append(h.Backends, rpc.Capabilities(c))

@@ -40,6 +40,7 @@ type Host struct {
 	MemoryAvailable   int64
 	DiskFree, LogFree int64
 	Load              float64 // of the machine, runnable tasks
+	Arrivals, Moved   int64   // moves of sandboxes: to here and not settled, and from here
 	Backends          []sandbox.Capabilities
 	Doctor            map[string]string
 }

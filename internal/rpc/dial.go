@@ -49,6 +49,7 @@ type Peer struct {
 	// The calls that stream; all streams share HTTP/2 connections.
 	Logs        dsecv1connect.LogServiceClient
 	Restores    dsecv1connect.HostRestoreServiceClient
+	Moves       dsecv1connect.HostMoveServiceClient
 	Streams     dsecv1connect.CommandServiceClient
 	FileStreams dsecv1connect.FileServiceClient
 
@@ -201,6 +202,7 @@ func (p *Peer) clients() {
 	p.Calls = dsecv1connect.NewFnCallServiceClient(short, p.base, opts...)
 	p.FileStreams = dsecv1connect.NewFileServiceClient(long, p.base, opts...)
 	p.Logs = dsecv1connect.NewLogServiceClient(long, p.base, opts...)
+	p.Moves = dsecv1connect.NewHostMoveServiceClient(long, p.base, opts...)
 	p.Restores = dsecv1connect.NewHostRestoreServiceClient(short, p.base, opts...)
 }
 

@@ -20,6 +20,9 @@ var (
 	ErrUnavailable = errors.New("unavailable")
 	// ErrUnauthenticated says that the caller showed no key, or one that is not valid.
 	ErrUnauthenticated = errors.New("not authenticated")
+	// ErrMoved says that a host gave the sandbox to another one: nothing was done, and the call belongs there. Gateways see to that; clients
+	// see ErrUnavailable.
+	ErrMoved = errors.New("moved")
 )
 
 // codes is read from top to bottom: the first sentinel that matches an error gives its code. Both columns are unique.
@@ -37,6 +40,7 @@ var codes = []struct {
 	{sandbox.ErrUnsupported, connect.CodeUnimplemented},
 	{ErrUnauthenticated, connect.CodeUnauthenticated},
 	{ErrUnavailable, connect.CodeUnavailable},
+	{ErrMoved, connect.CodeAborted},
 	{context.DeadlineExceeded, connect.CodeDeadlineExceeded},
 	{context.Canceled, connect.CodeCanceled},
 }

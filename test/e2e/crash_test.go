@@ -39,8 +39,8 @@ func TestCrashApart(t *testing.T) {
 	crash(t, gateway, append(host, gateway), kills())
 }
 
-// apart starts n hosts, each with folders and uids of its own, and one gateway.
-func apart(t testing.TB, dir string, n int) (hosts []*service, gateway *service) {
+// apart starts n hosts, each with folders and uids of its own and more settings where conf has them, and one gateway.
+func apart(t testing.TB, dir string, n int, conf ...string) (hosts []*service, gateway *service) {
 	t.Helper()
 	token := filepath.Join(dir, "token")
 	must(t, os.WriteFile(token, []byte("token-of-the-test-0123456789\n"), 0o600))
@@ -48,6 +48,7 @@ func apart(t testing.TB, dir string, n int) (hosts []*service, gateway *service)
 	args := []string{"--token-file", token, "--store", store}
 	for i := range n {
 		h := newService(filepath.Join(dir, fmt.Sprintf("h%d", i)), "host", "--token-file", token, "--store", store, "--pool-size", "2g")
+		h.conf = strings.Join(conf, "\n")
 		hosts = append(hosts, h)
 		args = append(args, "--host", "unix:"+h.socket())
 		t.Cleanup(func() { // a host leaves its sandboxes; one that is asked to stop them ends it all

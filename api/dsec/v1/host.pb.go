@@ -481,6 +481,8 @@ type HostStatusResponse struct {
 	Backends        []*Capabilities        `protobuf:"bytes,12,rep,name=backends,proto3" json:"backends,omitempty"`
 	SlotsFree       int64                  `protobuf:"varint,13,opt,name=slots_free,json=slotsFree,proto3" json:"slots_free,omitempty"`
 	Doctor          map[string]string      `protobuf:"bytes,14,rep,name=doctor,proto3" json:"doctor,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Arrivals        int64                  `protobuf:"varint,15,opt,name=arrivals,proto3" json:"arrivals,omitempty"` // moves of sandboxes to this host of which it does not know how they ended
+	Moved           int64                  `protobuf:"varint,16,opt,name=moved,proto3" json:"moved,omitempty"`       // sandboxes that went to other hosts, as far as this one remembers
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -613,6 +615,20 @@ func (x *HostStatusResponse) GetDoctor() map[string]string {
 	return nil
 }
 
+func (x *HostStatusResponse) GetArrivals() int64 {
+	if x != nil {
+		return x.Arrivals
+	}
+	return 0
+}
+
+func (x *HostStatusResponse) GetMoved() int64 {
+	if x != nil {
+		return x.Moved
+	}
+	return 0
+}
+
 type FindKeyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Job           string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
@@ -684,6 +700,8 @@ func (x *FindKeyRequest) GetSandbox() string {
 type FindKeyResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	MovedTo       string                 `protobuf:"bytes,2,opt,name=moved_to,json=movedTo,proto3" json:"moved_to,omitempty"` // host that it was given to; sandbox has its ID alone then
+	Move          string                 `protobuf:"bytes,3,opt,name=move,proto3" json:"move,omitempty"`                      // nonce of that move
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -723,6 +741,20 @@ func (x *FindKeyResponse) GetSandbox() *Sandbox {
 		return x.Sandbox
 	}
 	return nil
+}
+
+func (x *FindKeyResponse) GetMovedTo() string {
+	if x != nil {
+		return x.MovedTo
+	}
+	return ""
+}
+
+func (x *FindKeyResponse) GetMove() string {
+	if x != nil {
+		return x.Move
+	}
+	return ""
 }
 
 var File_dsec_v1_host_proto protoreflect.FileDescriptor
@@ -777,7 +809,7 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\arequest\x18\x03 \x01(\v2\x16.dsec.v1.CreateRequestR\arequest\x12\x18\n" +
 	"\akeyless\x18\x04 \x01(\bR\akeyless\"+\n" +
 	"\x11HostStatusRequest\x12\x16\n" +
-	"\x06recent\x18\x01 \x01(\bR\x06recent\"\x98\x04\n" +
+	"\x06recent\x18\x01 \x01(\bR\x06recent\"\xca\x04\n" +
 	"\x12HostStatusResponse\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\tR\aversion\x12\x1a\n" +
@@ -794,7 +826,9 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\bbackends\x18\f \x03(\v2\x15.dsec.v1.CapabilitiesR\bbackends\x12\x1d\n" +
 	"\n" +
 	"slots_free\x18\r \x01(\x03R\tslotsFree\x12?\n" +
-	"\x06doctor\x18\x0e \x03(\v2'.dsec.v1.HostStatusResponse.DoctorEntryR\x06doctor\x1a9\n" +
+	"\x06doctor\x18\x0e \x03(\v2'.dsec.v1.HostStatusResponse.DoctorEntryR\x06doctor\x12\x1a\n" +
+	"\barrivals\x18\x0f \x01(\x03R\barrivals\x12\x14\n" +
+	"\x05moved\x18\x10 \x01(\x03R\x05moved\x1a9\n" +
 	"\vDoctorEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"b\n" +
@@ -802,9 +836,11 @@ const file_dsec_v1_host_proto_rawDesc = "" +
 	"\x03job\x18\x01 \x01(\tR\x03job\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x18\n" +
-	"\asandbox\x18\x04 \x01(\tR\asandbox\"=\n" +
+	"\asandbox\x18\x04 \x01(\tR\asandbox\"l\n" +
 	"\x0fFindKeyResponse\x12*\n" +
-	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox2K\n" +
+	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox\x12\x19\n" +
+	"\bmoved_to\x18\x02 \x01(\tR\amovedTo\x12\x12\n" +
+	"\x04move\x18\x03 \x01(\tR\x04move2K\n" +
 	"\vInfoService\x12<\n" +
 	"\aGetInfo\x12\x17.dsec.v1.GetInfoRequest\x1a\x18.dsec.v1.GetInfoResponse2\x88\x02\n" +
 	"\vHostService\x12=\n" +

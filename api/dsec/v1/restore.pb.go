@@ -730,6 +730,7 @@ type Recalled struct {
 	LastSeq       int64                  `protobuf:"varint,2,opt,name=last_seq,json=lastSeq,proto3" json:"last_seq,omitempty"`
 	LastTime      *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=last_time,json=lastTime,proto3" json:"last_time,omitempty"`
 	Missing       []int64                `protobuf:"varint,4,rep,packed,name=missing,proto3" json:"missing,omitempty"` // records that the store had lost; the first 1,000
+	Move          string                 `protobuf:"bytes,5,opt,name=move,proto3" json:"move,omitempty"`               // nonce of the move by which it came, of a sandbox that goes on; host is then the one that gave it away
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -790,6 +791,13 @@ func (x *Recalled) GetMissing() []int64 {
 		return x.Missing
 	}
 	return nil
+}
+
+func (x *Recalled) GetMove() string {
+	if x != nil {
+		return x.Move
+	}
+	return ""
 }
 
 var File_dsec_v1_restore_proto protoreflect.FileDescriptor
@@ -859,12 +867,13 @@ const file_dsec_v1_restore_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04base\x18\x02 \x01(\tR\x04base\x12\x19\n" +
 	"\bbase_seq\x18\x03 \x01(\x03R\abaseSeq\x12\x19\n" +
-	"\blast_seq\x18\x04 \x01(\x03R\alastSeq\"\x8c\x01\n" +
+	"\blast_seq\x18\x04 \x01(\x03R\alastSeq\"\xa0\x01\n" +
 	"\bRecalled\x12\x12\n" +
 	"\x04host\x18\x01 \x01(\tR\x04host\x12\x19\n" +
 	"\blast_seq\x18\x02 \x01(\x03R\alastSeq\x127\n" +
 	"\tlast_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\blastTime\x12\x18\n" +
-	"\amissing\x18\x04 \x03(\x03R\amissing2N\n" +
+	"\amissing\x18\x04 \x03(\x03R\amissing\x12\x12\n" +
+	"\x04move\x18\x05 \x01(\tR\x04move2N\n" +
 	"\x0eRestoreService\x12<\n" +
 	"\aRestore\x12\x17.dsec.v1.RestoreRequest\x1a\x18.dsec.v1.RestoreResponse2\x91\x01\n" +
 	"\x12HostRestoreService\x12@\n" +

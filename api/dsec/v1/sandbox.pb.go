@@ -1201,6 +1201,110 @@ func (x *ForkResponse) GetErrors() []*ItemError {
 	return nil
 }
 
+type MigrateRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"` // id or name
+	To            string                 `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"` // host; empty lets the gateway choose one that fits
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MigrateRequest) Reset() {
+	*x = MigrateRequest{}
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MigrateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MigrateRequest) ProtoMessage() {}
+
+func (x *MigrateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MigrateRequest.ProtoReflect.Descriptor instead.
+func (*MigrateRequest) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *MigrateRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *MigrateRequest) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
+type MigrateResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"` // its host is where it is now
+	From          string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"`       // host; equal where it was there already
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MigrateResponse) Reset() {
+	*x = MigrateResponse{}
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MigrateResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MigrateResponse) ProtoMessage() {}
+
+func (x *MigrateResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MigrateResponse.ProtoReflect.Descriptor instead.
+func (*MigrateResponse) Descriptor() ([]byte, []int) {
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *MigrateResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *MigrateResponse) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
 type StatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -1210,7 +1314,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1222,7 +1326,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1235,7 +1339,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StatsRequest) GetId() string {
@@ -1260,7 +1364,7 @@ type StatsResponse struct {
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1272,7 +1376,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1285,7 +1389,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StatsResponse) GetMemory() int64 {
@@ -1345,7 +1449,7 @@ type CapabilitiesRequest struct {
 
 func (x *CapabilitiesRequest) Reset() {
 	*x = CapabilitiesRequest{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1357,7 +1461,7 @@ func (x *CapabilitiesRequest) String() string {
 func (*CapabilitiesRequest) ProtoMessage() {}
 
 func (x *CapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1370,7 +1474,7 @@ func (x *CapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*CapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 type CapabilitiesResponse struct {
@@ -1382,7 +1486,7 @@ type CapabilitiesResponse struct {
 
 func (x *CapabilitiesResponse) Reset() {
 	*x = CapabilitiesResponse{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1394,7 +1498,7 @@ func (x *CapabilitiesResponse) String() string {
 func (*CapabilitiesResponse) ProtoMessage() {}
 
 func (x *CapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1407,7 +1511,7 @@ func (x *CapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*CapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CapabilitiesResponse) GetBackends() []*Capabilities {
@@ -1436,7 +1540,7 @@ type Capabilities struct {
 
 func (x *Capabilities) Reset() {
 	*x = Capabilities{}
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1552,7 @@ func (x *Capabilities) String() string {
 func (*Capabilities) ProtoMessage() {}
 
 func (x *Capabilities) ProtoReflect() protoreflect.Message {
-	mi := &file_dsec_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dsec_v1_sandbox_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1565,7 @@ func (x *Capabilities) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Capabilities.ProtoReflect.Descriptor instead.
 func (*Capabilities) Descriptor() ([]byte, []int) {
-	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_dsec_v1_sandbox_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Capabilities) GetBackend() string {
@@ -1649,7 +1753,13 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\fForkResponse\x12\x14\n" +
 	"\x05layer\x18\x01 \x01(\tR\x05layer\x12.\n" +
 	"\tsandboxes\x18\x02 \x03(\v2\x10.dsec.v1.SandboxR\tsandboxes\x12*\n" +
-	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"\x1e\n" +
+	"\x06errors\x18\x03 \x03(\v2\x12.dsec.v1.ItemErrorR\x06errors\"0\n" +
+	"\x0eMigrateRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x0e\n" +
+	"\x02to\x18\x02 \x01(\tR\x02to\"Q\n" +
+	"\x0fMigrateResponse\x12*\n" +
+	"\asandbox\x18\x01 \x01(\v2\x10.dsec.v1.SandboxR\asandbox\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\tR\x04from\"\x1e\n" +
 	"\fStatsRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"\xc5\x01\n" +
 	"\rStatsResponse\x12\x16\n" +
@@ -1680,7 +1790,7 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x04host\x18\v \x01(\tR\x04host\x1a;\n" +
 	"\rFeaturesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x012\xec\x05\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x012\xaa\x06\n" +
 	"\x0eSandboxService\x129\n" +
 	"\x06Create\x12\x16.dsec.v1.CreateRequest\x1a\x17.dsec.v1.CreateResponse\x12H\n" +
 	"\vCreateBatch\x12\x1b.dsec.v1.CreateBatchRequest\x1a\x1c.dsec.v1.CreateBatchResponse\x120\n" +
@@ -1691,7 +1801,8 @@ const file_dsec_v1_sandbox_proto_rawDesc = "" +
 	"\x05Pause\x12\x15.dsec.v1.PauseRequest\x1a\x17.dsec.v1.SelectorResult\x129\n" +
 	"\x06Resume\x12\x16.dsec.v1.ResumeRequest\x1a\x17.dsec.v1.SelectorResult\x12?\n" +
 	"\bSnapshot\x12\x18.dsec.v1.SnapshotRequest\x1a\x19.dsec.v1.SnapshotResponse\x123\n" +
-	"\x04Fork\x12\x14.dsec.v1.ForkRequest\x1a\x15.dsec.v1.ForkResponse\x126\n" +
+	"\x04Fork\x12\x14.dsec.v1.ForkRequest\x1a\x15.dsec.v1.ForkResponse\x12<\n" +
+	"\aMigrate\x12\x17.dsec.v1.MigrateRequest\x1a\x18.dsec.v1.MigrateResponse\x126\n" +
 	"\x05Stats\x12\x15.dsec.v1.StatsRequest\x1a\x16.dsec.v1.StatsResponse\x12K\n" +
 	"\fCapabilities\x12\x1c.dsec.v1.CapabilitiesRequest\x1a\x1d.dsec.v1.CapabilitiesResponseB-Z+github.com/dsec-dev/dsec/api/dsec/v1;dsecv1b\x06proto3"
 
@@ -1707,7 +1818,7 @@ func file_dsec_v1_sandbox_proto_rawDescGZIP() []byte {
 	return file_dsec_v1_sandbox_proto_rawDescData
 }
 
-var file_dsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_dsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_dsec_v1_sandbox_proto_goTypes = []any{
 	(*CreateRequest)(nil),        // 0: dsec.v1.CreateRequest
 	(*CreateResponse)(nil),       // 1: dsec.v1.CreateResponse
@@ -1726,78 +1837,83 @@ var file_dsec_v1_sandbox_proto_goTypes = []any{
 	(*SnapshotResponse)(nil),     // 14: dsec.v1.SnapshotResponse
 	(*ForkRequest)(nil),          // 15: dsec.v1.ForkRequest
 	(*ForkResponse)(nil),         // 16: dsec.v1.ForkResponse
-	(*StatsRequest)(nil),         // 17: dsec.v1.StatsRequest
-	(*StatsResponse)(nil),        // 18: dsec.v1.StatsResponse
-	(*CapabilitiesRequest)(nil),  // 19: dsec.v1.CapabilitiesRequest
-	(*CapabilitiesResponse)(nil), // 20: dsec.v1.CapabilitiesResponse
-	(*Capabilities)(nil),         // 21: dsec.v1.Capabilities
-	nil,                          // 22: dsec.v1.CreateRequest.LabelsEntry
-	nil,                          // 23: dsec.v1.ForkRequest.LabelsEntry
-	nil,                          // 24: dsec.v1.Capabilities.FeaturesEntry
-	(*Resources)(nil),            // 25: dsec.v1.Resources
-	(*Lifetime)(nil),             // 26: dsec.v1.Lifetime
-	(*EnvVar)(nil),               // 27: dsec.v1.EnvVar
-	(*Volume)(nil),               // 28: dsec.v1.Volume
-	(*Sandbox)(nil),              // 29: dsec.v1.Sandbox
-	(*ItemError)(nil),            // 30: dsec.v1.ItemError
-	(*Selector)(nil),             // 31: dsec.v1.Selector
-	(*SelectorResult)(nil),       // 32: dsec.v1.SelectorResult
+	(*MigrateRequest)(nil),       // 17: dsec.v1.MigrateRequest
+	(*MigrateResponse)(nil),      // 18: dsec.v1.MigrateResponse
+	(*StatsRequest)(nil),         // 19: dsec.v1.StatsRequest
+	(*StatsResponse)(nil),        // 20: dsec.v1.StatsResponse
+	(*CapabilitiesRequest)(nil),  // 21: dsec.v1.CapabilitiesRequest
+	(*CapabilitiesResponse)(nil), // 22: dsec.v1.CapabilitiesResponse
+	(*Capabilities)(nil),         // 23: dsec.v1.Capabilities
+	nil,                          // 24: dsec.v1.CreateRequest.LabelsEntry
+	nil,                          // 25: dsec.v1.ForkRequest.LabelsEntry
+	nil,                          // 26: dsec.v1.Capabilities.FeaturesEntry
+	(*Resources)(nil),            // 27: dsec.v1.Resources
+	(*Lifetime)(nil),             // 28: dsec.v1.Lifetime
+	(*EnvVar)(nil),               // 29: dsec.v1.EnvVar
+	(*Volume)(nil),               // 30: dsec.v1.Volume
+	(*Sandbox)(nil),              // 31: dsec.v1.Sandbox
+	(*ItemError)(nil),            // 32: dsec.v1.ItemError
+	(*Selector)(nil),             // 33: dsec.v1.Selector
+	(*SelectorResult)(nil),       // 34: dsec.v1.SelectorResult
 }
 var file_dsec_v1_sandbox_proto_depIdxs = []int32{
-	22, // 0: dsec.v1.CreateRequest.labels:type_name -> dsec.v1.CreateRequest.LabelsEntry
-	25, // 1: dsec.v1.CreateRequest.resources:type_name -> dsec.v1.Resources
-	26, // 2: dsec.v1.CreateRequest.lifetime:type_name -> dsec.v1.Lifetime
-	27, // 3: dsec.v1.CreateRequest.env:type_name -> dsec.v1.EnvVar
-	28, // 4: dsec.v1.CreateRequest.volumes:type_name -> dsec.v1.Volume
-	29, // 5: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
+	24, // 0: dsec.v1.CreateRequest.labels:type_name -> dsec.v1.CreateRequest.LabelsEntry
+	27, // 1: dsec.v1.CreateRequest.resources:type_name -> dsec.v1.Resources
+	28, // 2: dsec.v1.CreateRequest.lifetime:type_name -> dsec.v1.Lifetime
+	29, // 3: dsec.v1.CreateRequest.env:type_name -> dsec.v1.EnvVar
+	30, // 4: dsec.v1.CreateRequest.volumes:type_name -> dsec.v1.Volume
+	31, // 5: dsec.v1.CreateResponse.sandbox:type_name -> dsec.v1.Sandbox
 	0,  // 6: dsec.v1.CreateBatchRequest.request:type_name -> dsec.v1.CreateRequest
-	29, // 7: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	30, // 8: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
-	29, // 9: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
-	31, // 10: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
-	29, // 11: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	30, // 12: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
-	31, // 13: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
-	26, // 14: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
-	29, // 15: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
-	31, // 16: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
-	31, // 17: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
-	23, // 18: dsec.v1.ForkRequest.labels:type_name -> dsec.v1.ForkRequest.LabelsEntry
-	26, // 19: dsec.v1.ForkRequest.lifetime:type_name -> dsec.v1.Lifetime
-	27, // 20: dsec.v1.ForkRequest.env:type_name -> dsec.v1.EnvVar
-	29, // 21: dsec.v1.ForkResponse.sandboxes:type_name -> dsec.v1.Sandbox
-	30, // 22: dsec.v1.ForkResponse.errors:type_name -> dsec.v1.ItemError
-	21, // 23: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
-	24, // 24: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
-	0,  // 25: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
-	2,  // 26: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
-	4,  // 27: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
-	6,  // 28: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
-	8,  // 29: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
-	9,  // 30: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
-	11, // 31: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
-	12, // 32: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
-	13, // 33: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
-	15, // 34: dsec.v1.SandboxService.Fork:input_type -> dsec.v1.ForkRequest
-	17, // 35: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
-	19, // 36: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
-	1,  // 37: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
-	3,  // 38: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
-	5,  // 39: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
-	7,  // 40: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
-	32, // 41: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
-	10, // 42: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
-	32, // 43: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
-	32, // 44: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
-	14, // 45: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
-	16, // 46: dsec.v1.SandboxService.Fork:output_type -> dsec.v1.ForkResponse
-	18, // 47: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
-	20, // 48: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
-	37, // [37:49] is the sub-list for method output_type
-	25, // [25:37] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	31, // 7: dsec.v1.CreateBatchResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	32, // 8: dsec.v1.CreateBatchResponse.errors:type_name -> dsec.v1.ItemError
+	31, // 9: dsec.v1.GetResponse.sandbox:type_name -> dsec.v1.Sandbox
+	33, // 10: dsec.v1.ListRequest.selector:type_name -> dsec.v1.Selector
+	31, // 11: dsec.v1.ListResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	32, // 12: dsec.v1.ListResponse.errors:type_name -> dsec.v1.ItemError
+	33, // 13: dsec.v1.StopRequest.selector:type_name -> dsec.v1.Selector
+	28, // 14: dsec.v1.SetLifetimeRequest.lifetime:type_name -> dsec.v1.Lifetime
+	31, // 15: dsec.v1.SetLifetimeResponse.sandbox:type_name -> dsec.v1.Sandbox
+	33, // 16: dsec.v1.PauseRequest.selector:type_name -> dsec.v1.Selector
+	33, // 17: dsec.v1.ResumeRequest.selector:type_name -> dsec.v1.Selector
+	25, // 18: dsec.v1.ForkRequest.labels:type_name -> dsec.v1.ForkRequest.LabelsEntry
+	28, // 19: dsec.v1.ForkRequest.lifetime:type_name -> dsec.v1.Lifetime
+	29, // 20: dsec.v1.ForkRequest.env:type_name -> dsec.v1.EnvVar
+	31, // 21: dsec.v1.ForkResponse.sandboxes:type_name -> dsec.v1.Sandbox
+	32, // 22: dsec.v1.ForkResponse.errors:type_name -> dsec.v1.ItemError
+	31, // 23: dsec.v1.MigrateResponse.sandbox:type_name -> dsec.v1.Sandbox
+	23, // 24: dsec.v1.CapabilitiesResponse.backends:type_name -> dsec.v1.Capabilities
+	26, // 25: dsec.v1.Capabilities.features:type_name -> dsec.v1.Capabilities.FeaturesEntry
+	0,  // 26: dsec.v1.SandboxService.Create:input_type -> dsec.v1.CreateRequest
+	2,  // 27: dsec.v1.SandboxService.CreateBatch:input_type -> dsec.v1.CreateBatchRequest
+	4,  // 28: dsec.v1.SandboxService.Get:input_type -> dsec.v1.GetRequest
+	6,  // 29: dsec.v1.SandboxService.List:input_type -> dsec.v1.ListRequest
+	8,  // 30: dsec.v1.SandboxService.Stop:input_type -> dsec.v1.StopRequest
+	9,  // 31: dsec.v1.SandboxService.SetLifetime:input_type -> dsec.v1.SetLifetimeRequest
+	11, // 32: dsec.v1.SandboxService.Pause:input_type -> dsec.v1.PauseRequest
+	12, // 33: dsec.v1.SandboxService.Resume:input_type -> dsec.v1.ResumeRequest
+	13, // 34: dsec.v1.SandboxService.Snapshot:input_type -> dsec.v1.SnapshotRequest
+	15, // 35: dsec.v1.SandboxService.Fork:input_type -> dsec.v1.ForkRequest
+	17, // 36: dsec.v1.SandboxService.Migrate:input_type -> dsec.v1.MigrateRequest
+	19, // 37: dsec.v1.SandboxService.Stats:input_type -> dsec.v1.StatsRequest
+	21, // 38: dsec.v1.SandboxService.Capabilities:input_type -> dsec.v1.CapabilitiesRequest
+	1,  // 39: dsec.v1.SandboxService.Create:output_type -> dsec.v1.CreateResponse
+	3,  // 40: dsec.v1.SandboxService.CreateBatch:output_type -> dsec.v1.CreateBatchResponse
+	5,  // 41: dsec.v1.SandboxService.Get:output_type -> dsec.v1.GetResponse
+	7,  // 42: dsec.v1.SandboxService.List:output_type -> dsec.v1.ListResponse
+	34, // 43: dsec.v1.SandboxService.Stop:output_type -> dsec.v1.SelectorResult
+	10, // 44: dsec.v1.SandboxService.SetLifetime:output_type -> dsec.v1.SetLifetimeResponse
+	34, // 45: dsec.v1.SandboxService.Pause:output_type -> dsec.v1.SelectorResult
+	34, // 46: dsec.v1.SandboxService.Resume:output_type -> dsec.v1.SelectorResult
+	14, // 47: dsec.v1.SandboxService.Snapshot:output_type -> dsec.v1.SnapshotResponse
+	16, // 48: dsec.v1.SandboxService.Fork:output_type -> dsec.v1.ForkResponse
+	18, // 49: dsec.v1.SandboxService.Migrate:output_type -> dsec.v1.MigrateResponse
+	20, // 50: dsec.v1.SandboxService.Stats:output_type -> dsec.v1.StatsResponse
+	22, // 51: dsec.v1.SandboxService.Capabilities:output_type -> dsec.v1.CapabilitiesResponse
+	39, // [39:52] is the sub-list for method output_type
+	26, // [26:39] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_dsec_v1_sandbox_proto_init() }
@@ -1812,7 +1928,7 @@ func file_dsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dsec_v1_sandbox_proto_rawDesc), len(file_dsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   25,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -106,6 +106,11 @@ class Fake:
             return {"sandboxes": made}
         return {"sandboxes": made[:-1], "errors": [{"id": "k", "code": "resource_exhausted", "message": "full", "index": q["count"] - 1}]}
 
+    def sandbox_migrate(self, q):
+        s = self.sandbox_get(q)["sandbox"]
+        s["host"] = q.get("to", "another")
+        return {"sandbox": s, "from": "here"}
+
     def sandbox_get(self, q):
         for sb in self.sandboxes.values():
             if sb["id"] == q["id"]:

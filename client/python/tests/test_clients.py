@@ -164,6 +164,12 @@ def test_lists(client, fake):
     assert fake.named("SandboxService/Stop")[-1] == {"selector": {"job": "j", "labels": {"a": "b"}}}
 
 
+def test_migrate(client, fake):
+    sb = client.run_container(environment="e")
+    assert sb.migrate().host == "another" and sb.migrate("hother").host == "hother"
+    assert fake.named("SandboxService/Migrate") == [{"id": sb.id}, {"id": sb.id, "to": "hother"}]
+
+
 def test_create_without_an_answer_is_stopped_by_its_key(open_client, fake):
     c = open_client(fake.url, timeout=2)  # of which the stop needs a little
     fake.faults["SandboxService/Create"] += ["hang"]

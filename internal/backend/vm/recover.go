@@ -78,8 +78,11 @@ func (b *Backend) monitor(ctx context.Context, name string) (*warden.Alive, erro
 }
 
 func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Alive) error {
-	if x.hasSaved() && (monitor == nil || monitor.Ended) {
+	if x.hasSaved() { // it has not run since: a state is whole before its machine ends, and goes before one that loaded it runs
 		if monitor != nil {
+			if err := b.warden.Kill(ctx, x.name()); err != nil {
+				return err
+			}
 			if err := b.warden.Forget(ctx, x.name()); err != nil {
 				return err
 			}
@@ -87,10 +90,8 @@ func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Ali
 		x.frozen, x.saved = true, true
 		return nil
 	}
-	if x.hasSaved() { // of a save that was broken off: its machine lives
-		if err := x.dropSaved(); err != nil {
-			return err
-		}
+	if err := x.dropSaved(); err != nil { // of a save that was broken off: its machine lives
+		return err
 	}
 	if monitor == nil || monitor.Ended {
 		return fmt.Errorf("its machine is gone: %w", sandbox.ErrLost)
@@ -111,6 +112,8 @@ func (b *Backend) takeBack(ctx context.Context, x *instance, monitor *warden.Ali
 		if err := os.Remove(x.copying()); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return err
 		}
+	case "saved": // its host was killed in a save
+		x.frozen = true
 	case "paused":
 		goesOn, err := x.endCopying(ctx)
 		if err != nil {

@@ -35,11 +35,14 @@ type fits struct {
 	Memory  int64  `json:"memory"`
 }
 
-func (x *instance) fits() fits {
-	f := x.b.driver.Features()
+func (x *instance) fits() fits { return x.b.fits(x.spec.Resources, x.h.Memory) }
+
+// fits is what a machine for these resources, with that memory in octets, is saved with here.
+func (b *Backend) fits(r sandbox.Resources, memory int64) fits {
+	f := b.driver.Features()
 	var u unix.Utsname
 	unix.Uname(&u)
-	return fits{f.Driver, f.Version, string(f.Accelerator), x.b.machine(), x.b.kernel.Sum, unix.ByteSliceToString(u.Release[:]), x.b.processors(x.spec.Resources), x.h.Memory}
+	return fits{f.Driver, f.Version, string(f.Accelerator), b.machine(), b.kernel.Sum, unix.ByteSliceToString(u.Release[:]), b.processors(r), memory}
 }
 
 // differs names what is otherwise.

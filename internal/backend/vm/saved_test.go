@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dsec-dev/dsec/internal/backend/vm"
 	"github.com/dsec-dev/dsec/internal/backend/vm/vmtest"
 	"github.com/dsec-dev/dsec/internal/sandbox"
 	"github.com/dsec-dev/dsec/internal/sandbox/sandboxtest"
@@ -84,5 +85,42 @@ func TestResumeThatIsBrokenOff(t *testing.T) {
 	t.Logf("%d were broken off", failed)
 	if got := b.Out(t, "echo awake"); got != "awake\n" {
 		t.Errorf("%q", got)
+	}
+}
+
+// A host that is killed in a save or in a resume leaves a machine that does not run beside a state, or half of one: the sandbox is whole in one of both.
+func TestSavedMachineOfAKilledHost(t *testing.T) {
+	e := vmtest.New(t, func(c *vm.Config) { c.Firecracker, c.Jailer, c.NoTemplates = "", "", true })
+	id, spec := sandbox.NewID("htests"), small(e)
+	x, err := e.Backend.Create(within(t), id, spec, &nobody{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name  string
+		level sandbox.PauseLevel
+		half  func(context.Context, sandbox.Instance) error
+	}{{"resume", sandbox.Saved, vm.HalfLoad}, {"save", sandbox.Frozen, vm.HalfSave}} {
+		if err := x.Pause(within(t), c.level); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.half(within(t), x); err != nil {
+			t.Fatal(err)
+		}
+		if x, err = e.Restart(t).Recover(within(t), id, spec, x.Handle(), &nobody{}); err != nil {
+			t.Fatalf("killed in a %s: %v", c.name, err)
+		}
+		if err := x.Resume(within(t)); err != nil {
+			t.Fatalf("killed in a %s: %v", c.name, err)
+		}
+		if err := x.Start(within(t), command(c.name, "true")); err != nil {
+			t.Fatalf("killed in a %s: %v", c.name, err)
+		}
+	}
+	if err := x.Destroy(within(t)); err != nil {
+		t.Fatal(err)
+	}
+	if left := e.Left(t); len(left) > 0 {
+		t.Errorf("left: %v", left)
 	}
 }

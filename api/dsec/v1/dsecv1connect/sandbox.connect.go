@@ -55,6 +55,8 @@ const (
 	SandboxServiceSnapshotProcedure = "/dsec.v1.SandboxService/Snapshot"
 	// SandboxServiceForkProcedure is the fully-qualified name of the SandboxService's Fork RPC.
 	SandboxServiceForkProcedure = "/dsec.v1.SandboxService/Fork"
+	// SandboxServiceMigrateProcedure is the fully-qualified name of the SandboxService's Migrate RPC.
+	SandboxServiceMigrateProcedure = "/dsec.v1.SandboxService/Migrate"
 	// SandboxServiceStatsProcedure is the fully-qualified name of the SandboxService's Stats RPC.
 	SandboxServiceStatsProcedure = "/dsec.v1.SandboxService/Stats"
 	// SandboxServiceCapabilitiesProcedure is the fully-qualified name of the SandboxService's
@@ -82,6 +84,9 @@ type SandboxServiceClient interface {
 	// for each under the keys K/1..K/N. Where Capabilities.fork is memory they go on with its processes, too; sessions are not copied. The
 	// same key again answers the same sandboxes; what it then still makes begins with the files of the first call's snapshot alone.
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
+	// Migrate moves a sandbox of a machine (backends microvm and vm) to another host of the gateway: it is saved, its memory, disk and log go there,
+	// and it goes on under its ID. At every moment one host has it; the same call again finishes or repeats a move that broke off.
+	Migrate(context.Context, *connect.Request[v1.MigrateRequest]) (*connect.Response[v1.MigrateResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
 }
@@ -157,6 +162,12 @@ func NewSandboxServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(sandboxServiceMethods.ByName("Fork")),
 			connect.WithClientOptions(opts...),
 		),
+		migrate: connect.NewClient[v1.MigrateRequest, v1.MigrateResponse](
+			httpClient,
+			baseURL+SandboxServiceMigrateProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("Migrate")),
+			connect.WithClientOptions(opts...),
+		),
 		stats: connect.NewClient[v1.StatsRequest, v1.StatsResponse](
 			httpClient,
 			baseURL+SandboxServiceStatsProcedure,
@@ -184,6 +195,7 @@ type sandboxServiceClient struct {
 	resume       *connect.Client[v1.ResumeRequest, v1.SelectorResult]
 	snapshot     *connect.Client[v1.SnapshotRequest, v1.SnapshotResponse]
 	fork         *connect.Client[v1.ForkRequest, v1.ForkResponse]
+	migrate      *connect.Client[v1.MigrateRequest, v1.MigrateResponse]
 	stats        *connect.Client[v1.StatsRequest, v1.StatsResponse]
 	capabilities *connect.Client[v1.CapabilitiesRequest, v1.CapabilitiesResponse]
 }
@@ -238,6 +250,11 @@ func (c *sandboxServiceClient) Fork(ctx context.Context, req *connect.Request[v1
 	return c.fork.CallUnary(ctx, req)
 }
 
+// Migrate calls dsec.v1.SandboxService.Migrate.
+func (c *sandboxServiceClient) Migrate(ctx context.Context, req *connect.Request[v1.MigrateRequest]) (*connect.Response[v1.MigrateResponse], error) {
+	return c.migrate.CallUnary(ctx, req)
+}
+
 // Stats calls dsec.v1.SandboxService.Stats.
 func (c *sandboxServiceClient) Stats(ctx context.Context, req *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error) {
 	return c.stats.CallUnary(ctx, req)
@@ -268,6 +285,9 @@ type SandboxServiceHandler interface {
 	// for each under the keys K/1..K/N. Where Capabilities.fork is memory they go on with its processes, too; sessions are not copied. The
 	// same key again answers the same sandboxes; what it then still makes begins with the files of the first call's snapshot alone.
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
+	// Migrate moves a sandbox of a machine (backends microvm and vm) to another host of the gateway: it is saved, its memory, disk and log go there,
+	// and it goes on under its ID. At every moment one host has it; the same call again finishes or repeats a move that broke off.
+	Migrate(context.Context, *connect.Request[v1.MigrateRequest]) (*connect.Response[v1.MigrateResponse], error)
 	Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error)
 	Capabilities(context.Context, *connect.Request[v1.CapabilitiesRequest]) (*connect.Response[v1.CapabilitiesResponse], error)
 }
@@ -339,6 +359,12 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 		connect.WithSchema(sandboxServiceMethods.ByName("Fork")),
 		connect.WithHandlerOptions(opts...),
 	)
+	sandboxServiceMigrateHandler := connect.NewUnaryHandler(
+		SandboxServiceMigrateProcedure,
+		svc.Migrate,
+		connect.WithSchema(sandboxServiceMethods.ByName("Migrate")),
+		connect.WithHandlerOptions(opts...),
+	)
 	sandboxServiceStatsHandler := connect.NewUnaryHandler(
 		SandboxServiceStatsProcedure,
 		svc.Stats,
@@ -373,6 +399,8 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 			sandboxServiceSnapshotHandler.ServeHTTP(w, r)
 		case SandboxServiceForkProcedure:
 			sandboxServiceForkHandler.ServeHTTP(w, r)
+		case SandboxServiceMigrateProcedure:
+			sandboxServiceMigrateHandler.ServeHTTP(w, r)
 		case SandboxServiceStatsProcedure:
 			sandboxServiceStatsHandler.ServeHTTP(w, r)
 		case SandboxServiceCapabilitiesProcedure:
@@ -424,6 +452,10 @@ func (UnimplementedSandboxServiceHandler) Snapshot(context.Context, *connect.Req
 
 func (UnimplementedSandboxServiceHandler) Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.SandboxService.Fork is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) Migrate(context.Context, *connect.Request[v1.MigrateRequest]) (*connect.Response[v1.MigrateResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("dsec.v1.SandboxService.Migrate is not implemented"))
 }
 
 func (UnimplementedSandboxServiceHandler) Stats(context.Context, *connect.Request[v1.StatsRequest]) (*connect.Response[v1.StatsResponse], error) {

@@ -145,6 +145,12 @@ class AsyncSandbox:
 
         return Pending(make)
 
+    async def migrate(self, to: str = "") -> SandboxInfo:
+        """Moves it to another host, or to one that fits: machines (`microvm`, `vm`) alone. It goes on there under its ID, with its processes,
+        sessions and commands. The call may be made again."""
+        self.info = SandboxInfo.of((await self._t.run(ops.call("SandboxService/Migrate", ops.without_empty({"id": self.id, "to": to}), timeout=900))).sub("sandbox"))
+        return self.info
+
     async def set_lifetime(self, *, idle: Optional[float] = None, total: Optional[float] = None, on_idle: str = "") -> SandboxInfo:
         """Changes TTLs, in seconds; None leaves one as it is. `total` counts from now."""
         body: JSON = {"id": self.id, "lifetime": ops.lifetime_body(idle, total, on_idle)}
