@@ -68,7 +68,7 @@ func see() {
 // TestDoctor records what this kernel has and fails when a container sandbox can't be had.
 func TestDoctor(t *testing.T) {
 	needV2(t)
-	for _, c := range container.Doctor(t.Context(), t.TempDir()) {
+	for _, c := range container.Doctor(t.Context(), t.TempDir(), false) {
 		fmt.Printf("seen: %-40s %-5t %s\n", c.Feature, c.OK, c.Detail)
 		if c.Needed && !c.OK {
 			t.Errorf("%s: %s", c.Feature, c.Detail)
