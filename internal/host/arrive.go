@@ -463,7 +463,11 @@ func (h *Host) take(id sandbox.ID, c *coming) (*box, error) {
 			h.log.Error("resume a sandbox that was moved", "sandbox", id, "err", err)
 		}
 	}
-	h.settle(o)
+	if inst == nil {
+		h.settle(o)
+		return b, nil
+	}
+	h.settleLiving(o, inst)
 	return b, nil
 }
 

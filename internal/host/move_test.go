@@ -18,6 +18,7 @@ import (
 	"github.com/dsec-dev/dsec/internal/backend/fake"
 	"github.com/dsec-dev/dsec/internal/rpc"
 	"github.com/dsec-dev/dsec/internal/sandbox"
+	"github.com/dsec-dev/dsec/internal/trajectory"
 )
 
 // carrier makes the fake backend one whose saved sandboxes are files that another host can take: a file holds where the sandbox was saved so far.
@@ -27,6 +28,7 @@ type carrier struct {
 	dir   string
 	host  sandbox.HostID
 	why   string // why it takes nothing
+	woken func() // before each resume
 }
 
 type carried struct {
@@ -83,6 +85,9 @@ func (x *carried) Resume(ctx context.Context) error {
 	err := os.Rename(x.c.file(x.id), x.c.file(x.id)+".memory")
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
+	}
+	if x.c.woken != nil {
+		x.c.woken()
 	}
 	return x.Instance.Resume(ctx)
 }
@@ -462,6 +467,51 @@ func TestMoveAndOthers(t *testing.T) {
 		m.tidy(m.b, m.a)
 		if n := len(m.a.world.Alive()) + len(m.b.world.Alive()); n > 0 {
 			t.Fatalf("%d live", n)
+		}
+	})
+}
+
+// Calls come as soon as the sandbox has arrived, before what it brought is settled: they are not taken for what it brought, nor ended twice.
+func TestMoveAndCallsAtItsEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMoves(t)
+		var call *step
+		m.b.h.deps.Backends["container"].(*carrier).woken = func() {
+			s, mine, err := m.b.box(m.id).claimStep(context.Background(), "call", tagWrite, [32]byte{})
+			if !mine || err != nil {
+				t.Error(mine, err)
+			}
+			call = s
+		}
+		if err := m.move(m.a, m.b); err != nil {
+			t.Fatal(err)
+		}
+		if call.ended() {
+			t.Fatalf("a call that had just begun has ended: %s", call.outcome.Kind)
+		}
+		m.b.box(m.id).giveUp(call, nil)
+		m.a.h.deps.Backends["container"].(*carrier).woken = func() {
+			m.a.h.end(m.a.box(m.id), sandbox.Cause{Class: sandbox.ClassClient, Reason: "asked"})
+		}
+		if err := m.move(m.b, m.a); err != nil {
+			t.Fatal(err)
+		}
+		b := m.a.box(m.id)
+		if err := b.waitEnd(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		ends := 0
+		for _, r := range m.a.records(b) {
+			if _, m, err := decode(r.Payload); err == nil && r.Kind == trajectory.KindState && sandbox.State(m.(*dsecv1.LogRecord).GetState()).Ended() {
+				ends++
+			}
+		}
+		m.a.h.mu.Lock()
+		living := m.a.h.jobs[scoped{b.spec.Project, b.spec.Job}].living
+		m.a.h.mu.Unlock()
+		if ends != 1 || living != 0 {
+			t.Fatalf("%d ends, %d live", ends, living)
 		}
 	})
 }

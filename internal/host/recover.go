@@ -45,8 +45,9 @@ type story struct {
 	total   time.Time       // a deadline that was set later; zero is the create's
 	loose   map[string]bool // sessions that were asked for and not told open
 	summary *dsecv1.Summary
-	foreign uint64 // records up to here are of a lost host, or of one that gave the sandbox away
-	move    string // nonce of the move by which it came last
+	foreign uint64  // records up to here are of a lost host, or of one that gave the sandbox away
+	move    string  // nonce of the move by which it came last
+	left    []*step // without an end when it was taken back: later ones are of calls that came since
 	verdicts
 }
 
@@ -561,7 +562,11 @@ func (h *Host) takeBack(ctx context.Context, orphans []orphan) (map[sandbox.ID]b
 
 // prepare sets what events are compared with.
 func (h *Host) prepare(o orphan) error {
+	o.st.left = nil
 	for _, s := range o.st.steps {
+		if !s.ended() {
+			o.st.left = append(o.st.left, s)
+		}
 		if s.act != tagCommand {
 			continue
 		}
@@ -630,6 +635,12 @@ func (h *Host) settle(o orphan) {
 		h.goes(func() { h.finish(b) })
 		return
 	}
+	h.settleLiving(o, inst)
+}
+
+// settleLiving is settle for one that lives. Calls may have come already, so it leaves alone what the log did not tell of.
+func (h *Host) settleLiving(o orphan, inst sandbox.Instance) {
+	b := o.b
 	h.settleSteps(o, inst)
 	h.settleSessions(o, inst)
 	b.mu.Lock()
@@ -643,6 +654,9 @@ func (h *Host) settle(o orphan) {
 	}
 	if err := b.armBackend(); err != nil {
 		h.log.Warn("arm the deadline in the backend", "sandbox", b.id, "err", err)
+	}
+	if state != o.st.state {
+		state = "" // a turn that a call has begun
 	}
 	var err error
 	switch state {
@@ -680,7 +694,7 @@ func (h *Host) settleEntry(b *box) {
 
 // unknown marks the steps without an end that are no commands: whether they were done died with the last host.
 func (h *Host) unknown(o orphan) {
-	for _, s := range o.st.steps {
+	for _, s := range o.st.left {
 		o.b.mu.Lock()
 		open := !s.ended() && s.act != tagCommand
 		o.b.mu.Unlock()
@@ -699,8 +713,8 @@ func (h *Host) settleSteps(o orphan, inst sandbox.Instance) {
 	b := o.b
 	b.mu.Lock()
 	var open []*step
-	for _, s := range b.order {
-		if !s.ended() {
+	for _, s := range o.st.left {
+		if !s.ended() && s.act == tagCommand {
 			open = append(open, s)
 		}
 	}
