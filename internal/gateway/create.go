@@ -354,6 +354,10 @@ func (g *Gateway) place(ctx context.Context, hq *dsecv1.HostCreateRequest, d pla
 		case errors.Is(err, rpc.ErrUnavailable) && g.seemsUp(p):
 			// It may have had the sandbox of the key, and given it away.
 			_, next, ferr := g.follow(ctx, finding{job: hq.Spec.Job, key: hq.Spec.Key}, p)
+			if errors.Is(ferr, errOver) { // the key is free, on any host that did not give it away
+				full = append(full, ferr)
+				continue
+			}
 			if ferr != nil || next == nil {
 				return nil, id, err
 			}

@@ -58,9 +58,10 @@ type fakeHost struct {
 	begun    int // writes that sent a message
 	broken   int // and broke off
 	dials    map[uint16]string
-	failNext error         // of the next create, after it was made
-	hang     bool          // questions get no answer
-	late     chan struct{} // a create that was done is answered when this is closed
+	given    map[string]*dsecv1.FindKeyResponse // to other hosts, by sandbox
+	failNext error                              // of the next create, after it was made
+	hang     bool                               // questions get no answer
+	late     chan struct{}                      // a create that was done is answered when this is closed
 
 	restores *fakeRestores
 	stop     func()
@@ -94,7 +95,8 @@ func newFakeHost(t testing.TB, id sandbox.HostID) *fakeHost {
 		t.Fatal(err)
 	}
 	h := &fakeHost{id: id, dir: dir, addr: "unix:" + filepath.Join(dir, "s"), boxes: map[string]*dsecv1.Sandbox{}, hashes: map[string]string{}, specs: map[string]*dsecv1.Spec{},
-		jobs: map[string]*dsecv1.Job{}, tombs: map[string]bool{}, slots: 100000, started: map[string]int{}, files: map[string][]byte{}, dials: map[uint16]string{}}
+		jobs: map[string]*dsecv1.Job{}, tombs: map[string]bool{}, slots: 100000, started: map[string]int{}, files: map[string][]byte{}, dials: map[uint16]string{},
+		given: map[string]*dsecv1.FindKeyResponse{}}
 	h.restores = &fakeRestores{h: h}
 	h.run(t)
 	t.Cleanup(func() { h.stop(); os.RemoveAll(dir) })
@@ -117,6 +119,7 @@ func (h *fakeHost) run(t testing.TB) {
 	mux.Handle(dsecv1connect.NewJobServiceHandler(fakeJobs{h: h}, o...))
 	mux.Handle(dsecv1connect.NewLogServiceHandler(fakeLogs{h: h}, o...))
 	mux.Handle(dsecv1connect.NewHostRestoreServiceHandler(h.restores, o...))
+	mux.Handle(dsecv1connect.NewHostMoveServiceHandler(fakeMoves{h: h}, o...))
 	mux.Handle(rpc.TunnelPattern, edge.Tunnel(h.dial))
 	mux.Handle(rpc.ScreenPattern, edge.TunnelScreen(h.dial))
 	s, err := rpc.NewServer(edge.Wrap(mux), rpc.ServerConfig{Grace: time.Second})
@@ -136,7 +139,7 @@ func (h *fakeHost) run(t testing.TB) {
 func (h *fakeHost) Status(context.Context, *connect.Request[dsecv1.HostStatusRequest]) (*connect.Response[dsecv1.HostStatusResponse], error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return connect.NewResponse(&dsecv1.HostStatusResponse{Host: string(h.id), Version: "test", Protocol: rpc.Protocol, Running: int64(len(h.boxes)), SlotsFree: h.slots, MemoryTotal: 1 << 40, MemoryAvailable: 1 << 39,
+	return connect.NewResponse(&dsecv1.HostStatusResponse{Host: string(h.id), Version: "test", Protocol: rpc.Protocol, Running: int64(len(h.boxes)), Moved: int64(len(h.given)), SlotsFree: h.slots, MemoryTotal: 1 << 40, MemoryAvailable: 1 << 39,
 		Backends: []*dsecv1.Capabilities{{Backend: "container", Networks: []string{"none", "open"}, PauseLevels: []string{"frozen"}}}}), nil
 }
 
@@ -157,6 +160,11 @@ func (h *fakeHost) Create(ctx context.Context, r *connect.Request[dsecv1.HostCre
 		}
 		if s.Name != "" && b.Name == s.Name && b.Project == s.Project && b.State == "running" {
 			return nil, fmt.Errorf("name %s: taken by %s: %w", s.Name, id, sandbox.ErrExists)
+		}
+	}
+	for _, g := range h.given {
+		if b := g.Sandbox; b.Project == s.Project && b.Job == s.Job && b.Key == s.Key {
+			return nil, fmt.Errorf("sandbox %s went to host %s: %w", b.Id, g.MovedTo, rpc.ErrMoved)
 		}
 	}
 	if h.slots <= 0 {
@@ -205,6 +213,11 @@ func (h *fakeHost) FindKey(ctx context.Context, r *connect.Request[dsecv1.FindKe
 			return connect.NewResponse(&dsecv1.FindKeyResponse{Sandbox: b}), nil
 		}
 	}
+	for _, g := range h.given {
+		if b := g.Sandbox; b.Project == rpc.Project(ctx) && (b.Id == r.Msg.Sandbox || r.Msg.Key != "" && b.Key == r.Msg.Key && b.Job == jobOf(r.Msg.Job)) {
+			return connect.NewResponse(g), nil
+		}
+	}
 	return nil, fmt.Errorf("key or name: %w", sandbox.ErrNotFound)
 }
 
@@ -221,6 +234,9 @@ func (h *fakeHost) get(ctx context.Context, ref string) (*dsecv1.Sandbox, error)
 		if b.Project == rpc.Project(ctx) && (id == ref || b.Name != "" && b.Name == ref && b.State == "running") {
 			return b, nil
 		}
+	}
+	if g := h.given[ref]; g != nil {
+		return nil, fmt.Errorf("sandbox %s went to host %s: %w", ref, g.MovedTo, rpc.ErrMoved)
 	}
 	return nil, fmt.Errorf("sandbox %s: %w", ref, sandbox.ErrNotFound)
 }

@@ -28,10 +28,11 @@ func forward[Q, S any](ctx context.Context, g *Gateway, q *Q, ref *string, again
 	if err == nil {
 		return resp, nil
 	}
-	if next, ok := g.astray(ctx, id, p, err); ok && again {
+	next, err := g.astray(ctx, id, p, err)
+	if next != nil && again {
 		return send(ctx, g, next, q, again, of(next))
 	}
-	return resp, err
+	return nil, err
 }
 
 func send[Q, S any](ctx context.Context, g *Gateway, p *rpc.Peer, q *Q, again bool, call unary[Q, S]) (*connect.Response[S], error) {
@@ -59,7 +60,8 @@ func pass[Q, S any](ctx context.Context, g *Gateway, q *Q, ref *string, out *con
 	if err == nil || told {
 		return err
 	}
-	if next, ok := g.astray(ctx, id, p, err); ok {
+	next, err := g.astray(ctx, id, p, err)
+	if next != nil {
 		return pump(ctx, g, next, func() (*connect.ServerStreamForClient[S], error) { return of(next)(ctx, connect.NewRequest(q)) }, tell)
 	}
 	return err
@@ -130,8 +132,7 @@ func relay[Q, S any](ctx context.Context, g *Gateway, in *connect.ClientStream[Q
 	}
 	resp, err := out.CloseAndReceive()
 	if err != nil {
-		err = named(rpc.FromError(err), p, rpc.Unsent(err))
-		g.astray(ctx, id, p, err) // the next call goes there
+		_, err = g.astray(ctx, id, p, named(rpc.FromError(err), p, rpc.Unsent(err))) // the next call goes there
 		return nil, err
 	}
 	return connect.NewResponse(resp.Msg), nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -269,17 +270,27 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
+// errOver says that the host to which a sandbox went does not know it any more, or was given up.
+var errOver = errors.New("it is over")
+
 // follow finds where a sandbox is that a host did not have, or had no longer: nil where no host says that it was given to another. What was given
-// and not yet taken is taken.
+// and not yet taken is taken. Where it is no more, the error is errOver and ErrNotFound.
 func (g *Gateway) follow(ctx context.Context, what finding, p *rpc.Peer) (*dsecv1.Sandbox, *rpc.Peer, error) {
-	first := p
+	first, id := p, what.id
 	for range maxHops {
 		resp, err := send(ctx, g, p, &dsecv1.FindKeyRequest{Job: what.job, Key: what.key, Name: what.name, Sandbox: string(what.id)}, true, p.Host.FindKey)
+		if p != first && errors.Is(err, sandbox.ErrNotFound) {
+			addr := p.Addr
+			if p = g.movedTo(ctx, id); p == nil { // nobody restored it
+				return nil, nil, fmt.Errorf("sandbox %s went to host at %s: %w: %w", what, addr, errOver, err)
+			}
+			continue
+		}
 		if err != nil {
 			return nil, nil, err
 		}
 		to := sandbox.HostID(resp.Msg.GetMovedTo())
-		id := sandbox.ID(resp.Msg.GetSandbox().GetId())
+		id = sandbox.ID(resp.Msg.GetSandbox().GetId())
 		if to == "" {
 			if p == first {
 				return nil, nil, nil
@@ -288,8 +299,11 @@ func (g *Gateway) follow(ctx context.Context, what finding, p *rpc.Peer) (*dsecv
 			return resp.Msg.GetSandbox(), p, nil
 		}
 		next, ok := g.fleet.Peer(to)
-		if !ok {
-			return nil, nil, fmt.Errorf("sandbox %s went to host %s, which is not known here: %w", id, to, rpc.ErrUnavailable)
+		if !ok || !g.seemsUp(next) {
+			if p = g.movedTo(ctx, id); p == nil { // nobody restored it
+				return nil, nil, g.wentAway(id, to, ok)
+			}
+			continue
 		}
 		_, err = send(ctx, g, next, &dsecv1.SettleRequest{Sandbox: string(id), Nonce: resp.Msg.GetMove(), Take: true}, true, next.Moves.Settle)
 		if err != nil && !errors.Is(err, sandbox.ErrNotFound) { // it was taken and has moved on, or is over and forgotten
@@ -300,12 +314,21 @@ func (g *Gateway) follow(ctx context.Context, what finding, p *rpc.Peer) (*dsecv
 	return nil, nil, fmt.Errorf("sandbox %s went from host to host %d times: %w", what, maxHops, rpc.ErrUnavailable)
 }
 
-// astray says whether a host's answer may mean that the sandbox is elsewhere, and where it is then.
-func (g *Gateway) astray(ctx context.Context, ref string, p *rpc.Peer, err error) (*rpc.Peer, bool) {
+// wentAway says that a sandbox went to a host that can't be asked.
+func (g *Gateway) wentAway(id sandbox.ID, to sandbox.HostID, known bool) error {
+	f := g.fleet.Fleet()
+	if !known && len(f.Nameless) == 0 || slices.Contains(g.lostHosts(f, time.Now()), to) {
+		return fmt.Errorf("sandbox %s went to host %s, which was given up: %w: %w", id, to, errOver, sandbox.ErrNotFound)
+	}
+	return fmt.Errorf("sandbox %s went to host %s, which does not answer: %w", id, to, rpc.ErrUnavailable)
+}
+
+// astray says where the sandbox is when a host's answer means that it is elsewhere; else the error that is to be told.
+func (g *Gateway) astray(ctx context.Context, ref string, p *rpc.Peer, err error) (*rpc.Peer, error) {
 	id, perr := sandbox.ParseID(ref)
 	may := errors.Is(err, rpc.ErrUnavailable) || errors.Is(err, sandbox.ErrNotFound) && g.hasMoved(p) // not found are also files and the like
 	if perr != nil || !may || ctx.Err() != nil || !g.seemsUp(p) {
-		return nil, false
+		return nil, err
 	}
 	if at, ok := g.homes.get(id); ok { // it may have moved on, or back
 		if q, ok := g.fleet.Peer(at); ok && q.Addr == p.Addr {
@@ -313,10 +336,10 @@ func (g *Gateway) astray(ctx context.Context, ref string, p *rpc.Peer, err error
 		}
 	}
 	_, next, ferr := g.follow(ctx, finding{id: id}, p)
-	if ferr != nil || next == nil {
-		return nil, false
+	if errors.Is(ferr, errOver) {
+		err = ferr
 	}
-	return next, true
+	return next, err
 }
 
 // surely is locate for calls that can't be sent again to where a sandbox went: the host is asked before.
@@ -331,7 +354,7 @@ func (g *Gateway) surely(ctx context.Context, ref string) (string, *rpc.Peer, er
 	}
 	_, next, err := g.follow(ctx, finding{id: id}, p)
 	switch {
-	case errors.Is(err, sandbox.ErrNotFound):
+	case errors.Is(err, sandbox.ErrNotFound) && !errors.Is(err, errOver):
 		return ref, p, nil // the call itself tells
 	case err != nil:
 		return "", nil, err

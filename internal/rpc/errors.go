@@ -103,8 +103,13 @@ func FromError(err error) error {
 	return coded(code, ce.Message())
 }
 
-// CodeName is the name of an error's code as it stands in ItemError and in JSON, as in "not_found".
-func CodeName(err error) string { return Code(err).String() }
+// CodeName is the name of an error's code as it stands in ItemError and in JSON, as in "not_found". Clients see that, and no [ErrMoved].
+func CodeName(err error) string {
+	if errors.Is(err, ErrMoved) {
+		return connect.CodeUnavailable.String()
+	}
+	return Code(err).String()
+}
 
 // FromCode makes an error of a code's name, as it stands in ItemError, and a text.
 func FromCode(name, message string) error {
