@@ -139,8 +139,17 @@ func (h *Host) arrive(ctx context.Context, next func() (*dsecv1.MovePart, error)
 		return err
 	}
 	h.mu.Lock()
-	h.jobOf(scoped{c.Traj.Project, c.Traj.Job}).living++ // its records stay while its job does
+	other := h.keys[c.Traj] // created before the passage was there; from now on creates of the key are refused
+	if other == nil {
+		h.jobOf(scoped{c.Traj.Project, c.Traj.Job}).living++ // its records stay while its job does
+	}
 	h.mu.Unlock()
+	if other != nil {
+		p = h.passage(id)
+		p.Coming = nil
+		err := fmt.Errorf("key %s of job %s: host %s has sandbox %s under it: %w", c.Traj.Key, c.Traj.Job, h.cfg.ID, other.id, sandbox.ErrExists)
+		return errors.Join(err, h.putPassage(p))
+	}
 	if err = h.unpack(ctx, id, c, next); err == nil {
 		all := *c
 		all.Here = true
@@ -218,8 +227,8 @@ func (in *inbound) Read(_ context.Context, _ trajectory.ID, q trajectory.Query) 
 		in.held = m
 		return nil, from, nil
 	}
-	if rs.GetNext() <= from {
-		return nil, from, fmt.Errorf("records up to %d come after %d: %w", rs.GetNext(), from, sandbox.ErrInvalid)
+	if rs.GetNext() <= from || rs.GetNext()-from > movedRecords {
+		return nil, from, fmt.Errorf("records up to %d come after %d, at most %d at once: %w", rs.GetNext(), from, movedRecords, sandbox.ErrInvalid)
 	}
 	recs := make([]trajectory.Record, 0, len(rs.GetRecords()))
 	for i, r := range rs.GetRecords() {

@@ -27,6 +27,7 @@ import (
 const (
 	concludeWait = 10 * time.Minute // for the word that the target has it on its disk, while the stream is open
 	movedPiece   = 1 << 20          // octets of a file in one message
+	movedRecords = 256              // in one message, those that are lost included
 )
 
 // departure is a move of a box to another host that is under way; fields are under box.mu.
@@ -267,7 +268,7 @@ func (b *box) again() {
 
 // sendRecords sends the trajectory, and answers the seq of its last record.
 func (b *box) sendRecords(ctx context.Context, send func(*dsecv1.MovePart) error) (last uint64, err error) {
-	q := trajectory.Query{Limit: 256}
+	q := trajectory.Query{Limit: movedRecords}
 	for {
 		recs, next, err := b.h.deps.Log.Read(ctx, b.traj, q)
 		if err != nil && !errors.Is(err, sandbox.ErrLost) {

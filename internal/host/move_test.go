@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	dsecv1 "github.com/dsec-dev/dsec/api/dsec/v1"
 	"github.com/dsec-dev/dsec/internal/backend/fake"
@@ -29,6 +30,7 @@ type carrier struct {
 	host  sandbox.HostID
 	why   string // why it takes nothing
 	woken func() // before each resume
+	asked func() // whether it takes one
 }
 
 type carried struct {
@@ -111,6 +113,9 @@ func (x *carried) Luggage(context.Context) ([]sandbox.MovedFile, error) {
 }
 
 func (c *carrier) Admit(_ context.Context, needs []byte, _ int64) error {
+	if c.asked != nil {
+		c.asked()
+	}
 	if c.why != "" || string(needs) != "a machine" {
 		return fmt.Errorf("%s: %w", c.why, sandbox.ErrUnsupported)
 	}
@@ -565,6 +570,22 @@ func TestMoveCrashes(t *testing.T) {
 	}
 }
 
+// A key that the target gives to another sandbox while one is taken in stays that one's.
+func TestMoveAndCreateOfItsKey(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMoves(t)
+		var other *box
+		m.b.h.deps.Backends["container"].(*carrier).asked = func() { other = m.b.create("k") }
+		wantErr(t, m.move(m.a, m.b), sandbox.ErrExists, "key k")
+		other.mustRun(t, "c", "echo", "x")
+		m.b.mustStop(other)
+		if n := len(m.b.records(other)); n < 5 {
+			t.Fatalf("%d records are left of it", n)
+		}
+		m.a.box(m.id).mustRun(t, "d", "echo", "x")
+	})
+}
+
 // Octets that came otherwise than they were sent are found, and nothing of them is kept.
 func TestMoveComparesWhatCame(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -583,7 +604,7 @@ func TestMoveComparesWhatCame(t *testing.T) {
 		wantErr(t, err, context.Canceled, "no word came")
 		broken := 0
 		for i := range parts {
-			for _, change := range []string{"lost", "doubled", "changed"} {
+			for _, change := range []string{"lost", "doubled", "changed", "endless"} {
 				send := append(append([]*dsecv1.MovePart{}, parts[:i]...), parts[i+1:]...)
 				switch {
 				case change == "doubled":
@@ -594,6 +615,14 @@ func TestMoveComparesWhatCame(t *testing.T) {
 						continue
 					}
 					other := &dsecv1.MovePart{Part: &dsecv1.MovePart_Data{Data: &dsecv1.MoveData{Offset: d.Offset, Data: []byte(strings.ToUpper(string(d.Data)))}}}
+					send = append(append(append([]*dsecv1.MovePart{}, parts[:i]...), other), parts[i+1:]...)
+				}
+				if change == "endless" {
+					if parts[i].GetRecords() == nil {
+						continue
+					}
+					other := proto.CloneOf(parts[i])
+					other.GetRecords().Next = 1 << 60
 					send = append(append(append([]*dsecv1.MovePart{}, parts[:i]...), other), parts[i+1:]...)
 				}
 				at := 0
