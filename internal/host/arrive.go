@@ -119,6 +119,13 @@ func (h *Host) arrive(ctx context.Context, next func() (*dsecv1.MovePart, error)
 		return err
 	}
 	defer leave()
+	if p := h.passageOf(h.trajOf(ctx, f)); p != nil && p.ID != id { // of a sandbox before in its trajectory, of which all must be gone
+		leave, err := h.turns.enter(ctx, p.ID)
+		if err != nil {
+			return err
+		}
+		defer leave()
+	}
 	if was := h.passage(id).Coming; was != nil && !was.Here { // could not be removed
 		if err := h.discard(ctx, id); err != nil {
 			return err
@@ -459,7 +466,7 @@ func (h *Host) take(id sandbox.ID, c *coming) (*box, error) {
 	b.lease = j.stopAt()
 	h.mu.Unlock()
 	h.adopt(b)
-	if err := h.putPassage(&passage{ID: id}); err != nil { // the record decides: the next host forgets it
+	if err := h.forgetPassages(c.Traj); err != nil { // the record decides: the next host forgets it
 		h.log.Error("forget a move", "sandbox", id, "err", err)
 	}
 	if b.spec.Durability == sandbox.DurabilityStore {

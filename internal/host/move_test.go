@@ -570,6 +570,46 @@ func TestMoveCrashes(t *testing.T) {
 	}
 }
 
+// A sandbox that moved away comes back under the ID of a restore: what its first ID left here says nothing any more, also while it is not settled.
+func TestMoveBackAfterARestore(t *testing.T) {
+	for _, cut := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			m := newMoves(t)
+			if err := m.move(m.a, m.b); err != nil {
+				t.Fatal(err)
+			}
+			first := m.id
+			m.b.mustStop(m.b.box(first))
+			b, _ := m.b.mustRestore("k", nil)
+			m.id = b.id
+			if err := m.carry(m.b, m.a); err != nil {
+				t.Fatal(err)
+			}
+			if moved, err := m.conclude(m.b, true); !moved || err != nil {
+				t.Fatal(moved, err)
+			}
+			if cut {
+				m.a.restart()
+				<-m.a.h.Ready()
+			}
+			if err := m.settle(m.a, true); err != nil {
+				t.Fatal(err)
+			}
+			m.cut()
+			for range 2 {
+				if m.whole() != m.a {
+					t.Fatal("it is elsewhere")
+				}
+				if e := m.a.box(first); !e.ended() {
+					t.Fatal("its first one goes on")
+				}
+				m.a.restart()
+				m.n++
+			}
+		})
+	}
+}
+
 // A key that the target gives to another sandbox while one is taken in stays that one's.
 func TestMoveAndCreateOfItsKey(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

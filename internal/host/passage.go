@@ -162,13 +162,48 @@ func (h *Host) putPassage(p *passage) (err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if old := h.passages[p.ID]; old != nil {
-		delete(h.crossed, old.traj())
-	}
-	if p.Gone == nil && p.Coming == nil {
 		delete(h.passages, p.ID)
-		return nil
+		delete(h.crossed, old.traj())
+		for _, o := range h.passages { // of a sandbox before it in its trajectory
+			if o.traj() == old.traj() {
+				h.know(o)
+			}
+		}
 	}
-	h.passages[p.ID], h.crossed[p.traj()] = p, p
+	if p.Gone != nil || p.Coming != nil {
+		h.know(p)
+	}
+	return nil
+}
+
+// know makes a passage known; of those of one trajectory what comes counts, which is later than what went. mu is held.
+func (h *Host) know(p *passage) {
+	h.passages[p.ID] = p
+	if o := h.crossed[p.traj()]; o == nil || p.Coming != nil {
+		h.crossed[p.traj()] = p
+	}
+}
+
+// forgetPassages forgets what is remembered of a trajectory whose sandbox lives here. What came is forgotten last: without it, what went before would
+// say that the trajectory is elsewhere.
+func (h *Host) forgetPassages(traj trajectory.ID) error {
+	h.mu.Lock()
+	var went, came []sandbox.ID
+	for _, p := range h.passages {
+		switch {
+		case p.traj() != traj:
+		case p.Coming == nil:
+			went = append(went, p.ID)
+		default:
+			came = append(came, p.ID)
+		}
+	}
+	h.mu.Unlock()
+	for _, id := range append(went, came...) {
+		if err := h.putPassage(&passage{ID: id}); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -220,7 +255,7 @@ func (h *Host) rereadPassages() error {
 			return fmt.Errorf("read %s: %w", filepath.Join(h.passageDir(), e.Name()), err)
 		}
 		h.mu.Lock()
-		h.passages[p.ID], h.crossed[p.traj()] = p, p
+		h.know(p)
 		h.mu.Unlock()
 	}
 	return nil
@@ -249,7 +284,10 @@ func (h *Host) tidyPassages(ctx context.Context, living map[sandbox.ID]bool) {
 		next := *p
 		switch {
 		case here: // taken
-			next.Gone, next.Coming = nil, nil
+			if err := h.forgetPassages(p.traj()); err != nil {
+				h.log.Error("forget a move", "sandbox", p.ID, "err", err)
+			}
+			continue
 		case p.Coming == nil:
 			continue
 		case p.Coming.Here:
@@ -287,7 +325,7 @@ func (h *Host) recallPassage(ctx context.Context, id trajectory.ID, lost sandbox
 	return func(ok bool) error {
 		defer leave()
 		if ok {
-			was = &passage{ID: p.ID}
+			return h.forgetPassages(id)
 		}
 		was.Coming = nil
 		return h.putPassage(was)
