@@ -59,9 +59,10 @@ type fakeHost struct {
 	broken   int // and broke off
 	dials    map[uint16]string
 	given    map[string]*dsecv1.FindKeyResponse // to other hosts, by sandbox
-	failNext error                              // of the next create, after it was made
-	hang     bool                               // questions get no answer
-	late     chan struct{}                      // a create that was done is answered when this is closed
+	arrivals []*dsecv1.Arrival
+	failNext error         // of the next create, after it was made
+	hang     bool          // questions get no answer
+	late     chan struct{} // a create that was done is answered when this is closed
 
 	restores *fakeRestores
 	stop     func()

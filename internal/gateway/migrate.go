@@ -230,6 +230,12 @@ func (g *Gateway) settleArrivals(ctx context.Context, t *rpc.Peer, which func(*d
 		}
 		ctx := rpc.WithProject(ctx, a.GetProject())
 		p, ok := g.fleet.Peer(sandbox.HostID(a.GetFrom()))
+		if (!ok || !g.seemsUp(p)) && g.movedTo(ctx, sandbox.ID(a.GetSandbox())) != nil { // restored from what the source recorded, which was shut out
+			if _, err := send(ctx, g, t, &dsecv1.SettleRequest{Sandbox: a.GetSandbox(), Nonce: a.GetNonce()}, true, t.Moves.Settle); err != nil {
+				errs = append(errs, fmt.Errorf("discard what came of sandbox %s: %w", a.GetSandbox(), err))
+			}
+			continue
+		}
 		if !ok {
 			errs = append(errs, fmt.Errorf("sandbox %s came to host at %s from %s, which alone knows whose it is: %w", a.GetSandbox(), t.Addr, a.GetFrom(), rpc.ErrUnavailable))
 			continue

@@ -23,11 +23,21 @@ type fakeMoves struct {
 func (s fakeMoves) Settle(_ context.Context, r *connect.Request[dsecv1.SettleRequest]) (*connect.Response[dsecv1.SettleResponse], error) {
 	s.h.mu.Lock()
 	defer s.h.mu.Unlock()
+	if !r.Msg.Take {
+		s.h.arrivals = nil
+		return connect.NewResponse(&dsecv1.SettleResponse{}), nil
+	}
 	b := s.h.boxes[r.Msg.Sandbox]
 	if b == nil {
 		return nil, fmt.Errorf("nothing of that move is here: %w", sandbox.ErrNotFound)
 	}
 	return connect.NewResponse(&dsecv1.SettleResponse{Sandbox: b}), nil
+}
+
+func (s fakeMoves) Arrivals(context.Context, *connect.Request[dsecv1.ArrivalsRequest]) (*connect.Response[dsecv1.ArrivalsResponse], error) {
+	s.h.mu.Lock()
+	defer s.h.mu.Unlock()
+	return connect.NewResponse(&dsecv1.ArrivalsResponse{Arrivals: s.h.arrivals}), nil
 }
 
 // give moves a sandbox from one host to another, behind the gateway's back.
@@ -107,6 +117,43 @@ func TestMovedSandboxIsOver(t *testing.T) {
 	c.g.cfg.LostAfter = time.Nanosecond
 	if _, err := get(id); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Fatalf("its host was given up: %v", err)
+	}
+}
+
+// What arrived of a sandbox whose source is gone waits for the source, and goes when the sandbox was restored elsewhere.
+func TestArrivalOfALostHost(t *testing.T) {
+	c := newCluster(t, 3)
+	id := c.mustCreate(t, &dsecv1.CreateRequest{Key: "k"}).Id
+	from := c.host(id)
+	var to, other *fakeHost
+	for _, h := range c.hosts {
+		if h != from {
+			to, other = h, to
+		}
+	}
+	from.stop()
+	eventually(t, "the host is down", func() bool {
+		p, ok := c.g.fleet.Peer(from.id)
+		return ok && !c.g.seemsUp(p)
+	})
+	to.mu.Lock()
+	to.arrivals = []*dsecv1.Arrival{{Sandbox: id, Project: "default", Nonce: "n", From: string(from.id)}}
+	to.mu.Unlock()
+	p, _ := c.g.fleet.Peer(to.id)
+	settle := func() (n int, err error) {
+		err = c.g.settleArrivals(t.Context(), p, func(*dsecv1.Arrival) bool { return true })
+		to.mu.Lock()
+		defer to.mu.Unlock()
+		return len(to.arrivals), err
+	}
+	if n, err := settle(); !errors.Is(err, rpc.ErrUnavailable) || n != 1 {
+		t.Fatalf("while nobody knows: %v, %d", err, n)
+	}
+	other.mu.Lock()
+	other.boxes[id] = &dsecv1.Sandbox{Id: id, Project: "default", Key: "k", Host: string(other.id)}
+	other.mu.Unlock()
+	if n, err := settle(); err != nil || n != 0 {
+		t.Fatalf("restored elsewhere: %v, %d", err, n)
 	}
 }
 
