@@ -210,9 +210,12 @@ func (h *Host) join(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) 
 	return b, true, b.failure()
 }
 
-// sameCreate compares with a create that a lost host recorded, whose key for hashes is not here: by the requests, but for their secrets.
+// sameCreate compares with a create that another host recorded, whose key for hashes is not here: by the requests, but for their secrets.
 func (h *Host) sameCreate(ctx context.Context, b *box, req *dsecv1.HostCreateRequest) bool {
-	if b.foreign == 0 || b.call != "" {
+	b.mu.Lock()
+	foreign := b.seq > 0 && b.seq <= b.foreign
+	b.mu.Unlock()
+	if !foreign {
 		return false
 	}
 	was, _ := h.recordedCreate(ctx, b)

@@ -610,6 +610,43 @@ func TestMoveBackAfterARestore(t *testing.T) {
 	}
 }
 
+// Who repeats a create or a command on the host where a sandbox went finds what was made, also after a restore before, and with secrets: their
+// hashes are of the key of the host that recorded them.
+func TestMoveAndRepeatedRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMoves(t)
+		named := func(s *dsecv1.Spec) { s.Name = "name" }
+		say := func(b *box, word string) (existed bool, err error) {
+			_, existed, err = b.start(context.Background(), &sandbox.Command{ID: "secret", Argv: []string{"echo", word}, Env: []string{"TOKEN=s3cret"}, SecretEnv: []string{"TOKEN"}})
+			return existed, err
+		}
+		m.a.mustStop(m.a.box(m.id))
+		again, _ := m.a.mustRestore("k", nil)
+		m.id = again.id
+		for _, way := range [][2]*rig{{m.a, m.b}, {m.b, m.a}} {
+			if _, err := say(way[0].box(m.id), "x"); err != nil {
+				t.Fatal(err)
+			}
+			way[0].box(m.id).mustWait(t, "secret")
+			if err := m.move(way[0], way[1]); err != nil {
+				t.Fatal(err)
+			}
+			b := way[1].box(m.id)
+			if existed, err := say(b, "x"); !existed || err != nil {
+				t.Errorf("the same command: %v, %v", existed, err)
+			}
+			if _, err := say(b, "y"); !errors.Is(err, sandbox.ErrExists) {
+				t.Errorf("another command: %v", err)
+			}
+			if again = way[1].create("k", named); again.id != m.id {
+				t.Errorf("the key leads to %s", again.id)
+			}
+			_, _, err := way[1].h.create(context.Background(), createRequest("k"))
+			wantErr(t, err, sandbox.ErrExists, "another request")
+		}
+	})
+}
+
 // A key that the target gives to another sandbox while one is taken in stays that one's.
 func TestMoveAndCreateOfItsKey(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -541,7 +541,7 @@ func (h *Host) retellBefore(b *box, st *story) error {
 	return nil
 }
 
-// sameSecretly compares requests of which one was recorded by a lost host, whose key for secrets is not here: their values are left out.
+// sameSecretly compares requests of which one was recorded by another host, whose key for secrets is not here: their values are left out.
 func sameSecretly(was, is proto.Message) string {
 	was, is = proto.Clone(was), proto.Clone(is)
 	for _, m := range []proto.Message{was, is} {
