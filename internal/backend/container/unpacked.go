@@ -371,6 +371,9 @@ func (u *unpacked) claim(id string, l *unpackedLayer, used bool) bool {
 // remove removes a layer that was claimed. Under its name it is whole or not there.
 func (u *unpacked) remove(id string, l *unpackedLayer) error {
 	trash, err := u.discard(id)
+	if errors.Is(err, os.ErrNotExist) { // somebody took it away
+		trash, err = "", nil
+	}
 	u.mu.Lock()
 	if err == nil {
 		delete(u.byID, id)
@@ -378,7 +381,7 @@ func (u *unpacked) remove(id string, l *unpackedLayer) error {
 	close(l.busy)
 	l.busy = nil
 	u.mu.Unlock()
-	if err == nil {
+	if err == nil && trash != "" {
 		err = os.RemoveAll(trash)
 	}
 	if err != nil {
