@@ -428,6 +428,8 @@ func TestMoveAndOthers(t *testing.T) {
 		wantErr(t, <-used, rpc.ErrMoved, "went to host haway1")
 		_, err := m.b.h.get(in("default"), string(m.id)) // nobody settled it
 		wantErr(t, err, rpc.ErrUnavailable, "on its way here")
+		_, err = m.b.h.stopKey(in("default"), b.traj)
+		wantErr(t, err, rpc.ErrUnavailable, "on its way here")
 		m.tidy(m.a, m.b)
 		if m.whole() != m.b {
 			t.Fatal("it is not there")

@@ -254,8 +254,11 @@ func (h *Host) stopKey(ctx context.Context, id trajectory.ID) (*box, error) {
 		return nil, err
 	}
 	h.mu.Lock()
-	b := h.keys[id]
+	b, p := h.keys[id], h.crossed[id]
 	h.mu.Unlock()
+	if b == nil && p != nil && p.Coming != nil { // it may begin to live here, though nobody has it now
+		return nil, p.elsewhere("")
+	}
 	if b == nil {
 		h.bury(id)
 		// A create may have come between the look and the grave.
