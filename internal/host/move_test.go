@@ -430,6 +430,10 @@ func TestMoveAndOthers(t *testing.T) {
 		wantErr(t, err, rpc.ErrUnavailable, "on its way here")
 		_, err = m.b.h.stopKey(in("default"), b.traj)
 		wantErr(t, err, rpc.ErrUnavailable, "on its way here")
+		r, err := jobService{m.b.h}.Stop(in("default"), connect.NewRequest(&dsecv1.StopJobRequest{Name: "j"}))
+		if err != nil || len(r.Msg.Errors) != 1 || r.Msg.Errors[0].Code != "unavailable" {
+			t.Fatalf("a stop of its job: %v, %v", r, err)
+		}
 		m.tidy(m.a, m.b)
 		if m.whole() != m.b {
 			t.Fatal("it is not there")

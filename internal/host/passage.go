@@ -134,6 +134,19 @@ func (h *Host) countPassages() (arrivals, moved int64) {
 	return arrivals, moved
 }
 
+// arriving tells who asks for a job's sandboxes of those that may begin to live here, though nobody has them now.
+func (h *Host) arriving(job scoped) (errs []*dsecv1.ItemError) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for id, p := range h.passages {
+		if c := p.Coming; c != nil && c.Here && (scoped{c.Traj.Project, c.Traj.Job}) == job {
+			err := p.elsewhere(id)
+			errs = append(errs, &dsecv1.ItemError{Id: string(id), Code: rpc.CodeName(err), Message: err.Error()})
+		}
+	}
+	return errs
+}
+
 func (h *Host) passageDir() string { return filepath.Join(h.cfg.Dir, "moves") }
 
 func (h *Host) passageFile(id sandbox.ID) string {

@@ -151,10 +151,14 @@ func (s jobService) group(ctx context.Context, name string, act func(*box) error
 	if err := sandbox.CheckKey("name", name); err != nil {
 		return nil, err
 	}
-	if _, err := s.h.jobProto(scoped{project(ctx), name}); err != nil {
+	job := scoped{project(ctx), name}
+	coming := s.h.arriving(job)
+	if _, err := s.h.jobProto(job); err != nil && len(coming) == 0 {
 		return nil, err
 	}
-	return connect.NewResponse(each(s.h.selected(ctx, &dsecv1.Selector{Job: name}), act)), nil
+	r := each(s.h.selected(ctx, &dsecv1.Selector{Job: name}), act)
+	r.Errors = append(r.Errors, coming...)
+	return connect.NewResponse(r), nil
 }
 
 func (s jobService) Pause(ctx context.Context, req *connect.Request[dsecv1.PauseJobRequest]) (*connect.Response[dsecv1.SelectorResult], error) {

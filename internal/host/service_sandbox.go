@@ -118,6 +118,9 @@ func (s sandboxService) group(ctx context.Context, sel *dsecv1.Selector, act fun
 			unknown = append(unknown, &dsecv1.ItemError{Id: id, Code: rpc.CodeName(err), Message: err.Error(), Index: int32(i)})
 		}
 	}
+	if sel.GetJob() != "" && len(sel.GetIds()) == 0 {
+		unknown = s.h.arriving(scoped{project(ctx), jobName(sel.GetJob())})
+	}
 	r := each(s.h.selected(ctx, sel), act)
 	r.Errors = append(r.Errors, unknown...)
 	return connect.NewResponse(r), nil
