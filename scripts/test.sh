@@ -12,10 +12,11 @@ step() { # name, command...
 step vet go vet ./...
 unformatted=$(git ls-files '*.go' | grep -v -E '\.pb\.go$|\.connect\.go$' | xargs -r gofmt -l)
 [ -z "$unformatted" ] || { echo "gofmt would change: $unformatted"; fail=1; }
-# One package at a time: two cores, and those that use the kernel measure what they leave behind. The next is built meanwhile.
+# One package at a time: two cores, and those that use the kernel measure what they leave behind. The next is built meanwhile. Tests that
+# may run beside others mostly wait: three at once keep two processors busy.
 limit=1600 each=20m
 [ -z "${DSEC_TORTURE:-}" ] || { limit=0; each=48h; } # DSEC_TORTURE_FOR says how long the endless ones go on
-timeout $limit go test -json -p 2 -exec "flock -o $turn" -timeout $each ./... >"$out" 2>&1 || fail=1
+timeout $limit go test -json -p 2 -parallel 3 -exec "flock -o $turn" -timeout $each ./... >"$out" 2>&1 || fail=1
 go run ./scripts/report "$out" || fail=1
 step python scripts/test_python.sh
 step judge examples/judge/run.sh -n 100
