@@ -32,22 +32,7 @@ func newTravel(t *testing.T) *travel {
 	tr := &travel{t: t, hosts: hosts, g: g}
 	c := g.client()
 	small := g.small(t)
-	must(t, eventually(func() error {
-		caps, err := c.Sandboxes.Capabilities(within(t), request(&dsecv1.CapabilitiesRequest{}))
-		if err != nil {
-			return err
-		}
-		n := 0
-		for _, b := range caps.Msg.Backends {
-			if b.Backend == "microvm" {
-				n++
-			}
-		}
-		if n != 2 {
-			return fmt.Errorf("%d hosts tell of microvm, want two", n)
-		}
-		return nil
-	}))
+	twoTellOf(t, c, "microvm")
 	sb, err := c.RunContainer(within(t), tr.options(small))
 	must(t, err)
 	tr.sb = sb

@@ -18,22 +18,7 @@ func TestTwoHosts(t *testing.T) {
 	hosts, g := apart(t, ownDir(t), 2)
 	c := g.client()
 	small := g.small(t)
-	must(t, eventually(func() error {
-		caps, err := c.Sandboxes.Capabilities(within(t), request(&dsecv1.CapabilitiesRequest{}))
-		if err != nil {
-			return err
-		}
-		n := 0
-		for _, b := range caps.Msg.Backends {
-			if b.Backend == "container" {
-				n++
-			}
-		}
-		if n != 2 {
-			return fmt.Errorf("%d hosts tell of containers, want two", n)
-		}
-		return nil
-	}))
+	twoTellOf(t, c, "container")
 	options := func(i int) client.Options {
 		return client.Options{Layers: []string{small}, Job: "two", Key: fmt.Sprintf("k%d", i), Memory: 64 << 20, Disk: 32 << 20, Pids: 64, Labels: map[string]string{"n": fmt.Sprint(i % 2)}}
 	}
@@ -321,4 +306,25 @@ func TestTwoHosts(t *testing.T) {
 			return nil
 		}))
 	}
+}
+
+// twoTellOf waits until the gateway knows two hosts with a backend.
+func twoTellOf(t testing.TB, c *client.Client, backend string) {
+	t.Helper()
+	must(t, eventually(func() error {
+		caps, err := c.Sandboxes.Capabilities(within(t), request(&dsecv1.CapabilitiesRequest{}))
+		if err != nil {
+			return err
+		}
+		n := 0
+		for _, b := range caps.Msg.Backends {
+			if b.Backend == backend {
+				n++
+			}
+		}
+		if n != 2 {
+			return fmt.Errorf("%d hosts tell of %s, want two", n, backend)
+		}
+		return nil
+	}))
 }
